@@ -1,5 +1,6 @@
 """`launch sweep plan`: the runs of a sweep, their cost, and how well they will forecast."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,8 +107,8 @@ def _check_save(save: Path | None, width: str | None) -> None:
     """Refuse a file that cannot be written before the search, which takes a minute."""
     if save is not None and width is None:
         raise ConfigError("--save writes the proposed ladder; give --width")
-    if save is not None and (save.is_dir() or not save.parent.is_dir()):
-        raise ConfigError(f"save={save} is not a file name in an existing directory; give one")
+    if save is not None and (save.is_dir() or not os.access(save.parent, os.W_OK | os.X_OK)):
+        raise ConfigError(f"save={save} is not a file name in a writable directory; give one")
 
 
 def _share(key: str, text: str) -> float:
@@ -225,9 +226,7 @@ def _print_plan(console: "Console", data: dict[str, Any]) -> None:
     if total["hours"] is not None:
         time = f", {total['hours']:.3g} hours on {total['on']}, one by one ({total['timing']})"
     console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}")
-    source = (
-        "that of the data" if data["data"] else "the default; --data DIR uses its own"
-    )
+    source = "that of the data" if data["data"] else "the default; --data DIR uses its own"
     console.print(f"Vocabulary: {data['vocab']:,}, {source}")
     # FLOPs that branches share with their trunks (WSD) are computed once.
     if total["saved"]:

@@ -94,6 +94,8 @@ def sync_directory(path: Path) -> None:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; refuse FIFOs, devices and directories, which could block."""
+    if "\0" in str(path):  # os.open raises a ValueError
+        raise OSError(errno.EINVAL, "the name has a NUL character")
     # O_NONBLOCK: a plain open() of a FIFO waits for a writer. It has no effect on regular files.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):

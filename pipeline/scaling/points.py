@@ -146,8 +146,8 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     if parse_count(vocab) or (digits != vocab and digits.isdigit()):
         raise DataError(f"{path}: vocab={vocab} is not a number; write all digits, such as 32768")
     # Our own points.csv has the tokenizer's digest there, which is longer than any size.
-    if is_number(vocab) and float(vocab) < 10_000_000:  # tables may have 4096 as 4096.0
-        if float(vocab) < 2:
+    if is_number(vocab) and not 10_000_000 <= float(vocab) < np.inf:  # may be 4096.0, or NaN
+        if not 2 <= float(vocab) < np.inf:
             raise DataError(f"{path}: vocab={vocab} is not a vocabulary; give its number of tokens")
         found["vocab"] = int(float(vocab))
     found["arch"] = rows[0].get("arch") or None

@@ -144,9 +144,9 @@ def unit_warnings(points: Points) -> list[str]:
     warnings: list[str] = []
     if not len(points):
         return warnings
-    if points.N.max() < FEWEST_PARAMETERS:
+    if points.N.min() < FEWEST_PARAMETERS:
         warnings.append(
-            f"The largest N is {points.N.max():g}: N counts parameters, not millions or billions."
+            f"The smallest N is {points.N.min():g}: N counts parameters, not thousands or millions."
         )
     ratio = points.D / points.N
     low, high = TOKENS_PER_PARAMETER

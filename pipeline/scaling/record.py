@@ -79,6 +79,7 @@ def _digest(content: dict[str, Any]) -> str:
 def registered(folder: Path) -> list[dict[str, Any]]:
     """Every registered forecast, oldest first; a changed or incomplete one is an error."""
     found = []
+    seen: dict[str, Path] = {}
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(read_regular(path))
@@ -91,6 +92,9 @@ def registered(folder: Path) -> list[dict[str, Any]]:
             raise RunError(
                 f"{path} was changed after it was registered; restore it, or move it away"
             )
+        if claimed in seen:  # its run would count twice
+            raise RunError(f"{path} is a copy of {seen[claimed].name}; remove one of them")
+        seen[claimed] = path
         if content.get("version") != VERSION or not _is_complete(content):
             text = f"{path} is not a complete forecast of version {VERSION}"
             raise RunError(f"{text}; use the release that wrote it, or move it away")
@@ -101,11 +105,13 @@ def registered(folder: Path) -> list[dict[str, Any]]:
 def _is_complete(content: dict[str, Any]) -> bool:
     """Whether a forecast has what `score` reads: its numbers and the fit it was made from."""
     match content:
-        case {"time": float() | int(), "forecast": dict(one), "fit": {"points": {"used": int()}}}:
+        case {"time": time, "forecast": dict(one), "fit": {"points": {"used": int(used)}}}:
             value = "loss" if one.get("task") is None else "accuracy"
-            above_zero = [_number(one.get(key)) > 0 for key in ("N", "D", "C", value)]
-            ends = [math.isfinite(_number(one.get(key))) for key in ("low", "high")]
-            return all((*above_zero, *ends)) and isinstance(one.get("task"), str | None)
+            amounts = [used, *(_number(one.get(key)) for key in ("N", "D", "C", value))]
+            low, high = (_number(one.get(key)) for key in ("low", "high"))
+            in_order = math.isfinite(_number(time)) and 0 <= low <= high < math.inf
+            above_zero = all(0 < amount < math.inf for amount in amounts)
+            return above_zero and in_order and isinstance(one.get("task"), str | None)
     return False
 
 

@@ -125,6 +125,9 @@ def width(
     N, D, C = (np.array([getattr(run, key) for run in runs], float) for key in "NDC")
     N_target, D_target, C_target = (np.array([value]) for value in (target.N, target.D, target.C))
     place = Points(N_target, D_target, C_target, C_target * np.nan, ("",), "planned")
+    if C.min() > target.C:
+        text = f"target_size={target.name} on {count(target.D)} tokens is smaller than every run"
+        raise ConfigError(f"{text} of the sweep; choose a larger target")
     found = []
     for seed in range(draws):
         rng = np.random.default_rng(seed)

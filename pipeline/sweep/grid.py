@@ -34,9 +34,13 @@ TIMING = "steps as `launch show` estimates them, and at least 2 ms per layer"
 LR_RATIO = 1.1
 # Settings that the sweep sets for each run, and the keys of the sweep that they follow from.
 OWN_KEYS = {
+    "experiment": "experiment",
+    "name": "experiment",
     "model.size": "sizes",
     "model.arch": "arch",
     "data.dir": "data",
+    "data.hash": "data",
+    "train.keep_at": "trunk",
     "train.steps": "tokens",
     "train.tokens": "tokens",
     "train.flops": "budgets",
@@ -125,6 +129,8 @@ def read(name: str | Path) -> Sweep:
             f"budgets={list(sweep.budgets)} in {path}: a ladder has sizes and lengths; remove it, "
             f"or set kind = 'isoflop'"
         )
+    if len(set(sweep.sizes)) < len(sweep.sizes):
+        raise ConfigError(f"sizes={list(sweep.sizes)} in {path}: a size occurs twice; remove one")
     for text in sweep.set:
         key = text.partition("=")[0].strip()
         if key in OWN_KEYS:  # the runs would not be those that were planned

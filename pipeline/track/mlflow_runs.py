@@ -17,14 +17,7 @@ from pipeline.atomic import read_regular
 from pipeline.config.dump import dotted
 from pipeline.errors import RunError
 from pipeline.runs import log
-from pipeline.runs.history import (
-    ENVIRONMENT_FILE,
-    PHASES,
-    RECIPE_KEYS,
-    RUN_FILE,
-    Run,
-    read_json,
-)
+from pipeline.runs.history import ENVIRONMENT_FILE, PHASES, RUN_FILE, Run, read_json
 from pipeline.runs.log import Record
 from pipeline.track.mlflow_store import Store, configured, connect, public, reason
 
@@ -42,7 +35,8 @@ ENDINGS = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
 IN_CONFIG = {
     "name": "name",
     "experiment": "experiment",
-    **RECIPE_KEYS,
+    "recipe": "recipe",
+    "optimizer": "optim.optimizer.kind",
     "size": "model.size",
     "arch": "model.arch",
     "vocab": "model.vocab",

@@ -1,6 +1,7 @@
 """Forecasts: their errors, their agreement with the printed law, and their registration."""
 
 import json
+import math
 import platform
 import shlex
 import stat
@@ -413,8 +414,15 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
 
     path.chmod(0o644)
     content = json.loads(path.read_text())
-    forged = [{"forecast": content["forecast"] | p} for p in ({"task": 5}, {"loss": 10**400})]
-    for part in ({"version": 2}, {"forecast": {}}, {"fit": None}, {"time": None}, *forged):
+    copy = path.with_name("copy.json")
+    copy.write_text(json.dumps(content))
+    with pytest.raises(RunError, match=f"{copy.name} is a copy of|{path.name} is a copy of"):
+        launch(*compare)
+    copy.unlink()
+    wrong = ({"task": 5}, {"loss": 10**400}, {"low": 9.0}, {"N": math.inf}, {"high": math.inf})
+    forged = [{"forecast": content["forecast"] | part} for part in wrong]
+    times = ({"time": None}, {"time": math.nan})
+    for part in ({"version": 2}, {"forecast": {}}, {"fit": None}, *times, *forged):
         other = {key: value for key, value in {**content, **part}.items() if key != "sha256"}
         path.write_text(json.dumps({**other, "sha256": _digest(other)}))
         with pytest.raises(RunError, match=f"{path.name} is not a complete forecast"):

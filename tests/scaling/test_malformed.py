@@ -137,6 +137,8 @@ def figures() -> Iterator[tuple[str, str]]:
     for factor in (0.25, 4.0):
         made = {**table(), "D": column("D", lambda x, f=factor: x * f, every)["D"]}
         yield f"N and D swapped, × {factor:g}", text_of({**made, "N": made["D"], "D": made["N"]})
+    both = {key: column(key, lambda x: x / 1e3, every)[key] for key in ("N", "D")}
+    yield "N and D in thousands", text_of({**table(), **both})
     yield "N in thousands", text_of(column("N", lambda x: x / 1e3, every))
     for noise in (1e-6, 1e-4):
         again = {key: 4 * values for key, values in table().items()}
@@ -167,7 +169,7 @@ def figures() -> Iterator[tuple[str, str]]:
     yield "unique in billions", text_of({**table(), "unique": ["5"] * 15})
     yield "vocab of a table of floats", text_of({**table(), "vocab": ["16.0"] * 15})
     yield "half an expert", text_of({**table(), "experts": ["1.5"] * 15})
-    for vocab in ("0", "-5", "1"):
+    for vocab in ("0", "-5", "1", "nan", "inf"):
         yield f"vocab {vocab}", text_of({**table(), "vocab": [vocab] * 15})
     for key in ("model", "dataset"):
         yield f"two kinds of {key}", text_of({**table(), key: ["a", "b", "b"] * 5})
@@ -237,6 +239,8 @@ def test_odd_rows_end_in_one_line(
         file.write_text("\n".join(["N,D,C,loss", *(row.format(compute) for row in rows)]))
         with pytest.raises(UserError, match="is not a figure of any run"):
             launch("fit --points", file)
+    with pytest.raises(UserError, match="NUL character"):
+        read_csv(Path("a\0b"))
     file.write_text("N,D,loss\n1e6,2e7,nan\n")
     for call in ("forecast --size 1b", "sweep plan isoflop"):
         with pytest.raises(UserError, match="points=0"):
@@ -244,8 +248,8 @@ def test_odd_rows_end_in_one_line(
     file.write_text(text_of(column("loss", lambda x: 1.3 * x, [7])))
     _known_best(file)
     assert "row 9 lies" in capsys.readouterr().err
-    for words in ("--target-tokens 1e30", "--noise 90%"):
-        key = words.split()[0].strip("-").replace("-", "_")
+    for words in ("--target-tokens 1e30", "--noise 90%", "--target-tokens 1 --target-size 1m"):
+        key = words.split()[-2].strip("-").replace("-", "_")
         with pytest.raises(UserError, match=f"{key}="):
             launch("sweep plan cpu --target-size 1m", words)
 

@@ -113,6 +113,9 @@ def test_two_keys_for_the_lengths_are_refused(tmp_path: Path) -> None:
     words = r"tokens=\[1000000\.0\] in .*tokens_per_param=\[5\.0, 20\.0\].*; remove one"
     with pytest.raises(ConfigError, match=words):
         read(file)
+    file.write_text(text.replace('"tiny"', '"tiny", "7k", "tiny"'))
+    with pytest.raises(ConfigError, match="a size occurs twice"):
+        read(file)
     file.write_text(text.replace("ladder", "isoflop").replace("tokens_per_param", "tokens"))
     with pytest.raises(ConfigError, match=r"tokens=.*the budgets of an isoFLOP grid"):
         read(file)
@@ -128,6 +131,7 @@ def test_two_keys_for_the_lengths_are_refused(tmp_path: Path) -> None:
         ("wide = inf", "wide=inf"),
         ("budgets = [1e16]", "a ladder has sizes and lengths"),
         ('set = ["train.steps=9"]', r"set=train\.steps=9 .* use tokens"),
+        ('set = ["name=y"]', "sets name .* use experiment"),
         ('set = ["model.arch = moe"]', "sets model.arch .* use arch"),
         ('experiment = ".."', r"experiment='\.\.'"),
     ],
