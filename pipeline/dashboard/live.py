@@ -10,7 +10,7 @@ import logging
 import shlex
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -153,14 +153,15 @@ class Watcher:
         for group, members in sorted(groups.items(), key=lambda item: -len(item[1])):
             view = next(iter(members.values()))
             record = view.record
-            # These options of `launch fit` read the runs of this group.
-            place = text(record.get("experiment"))
-            options = f"--experiment {shlex.quote(place)}"
-            if view.path is not None:
-                place = text(view.path.parent.name or self.source.title)
-                options = f"--runs {shlex.quote(str(view.path.parent))}"
+            # A directory may also have a larger run with an experiment of its own.
+            named = Counter(text(member.record.get("experiment")) for member in members.values())
+            experiment = named.most_common(1)[0][0]
             kinds = [text(record[key]) for key in ("arch", "recipe") if record.get(key)]
-            name = " · ".join([place, *kinds])
+            name = " · ".join(part for part in (experiment, *kinds) if part != "?")
+            # These options of `launch fit` read the runs of this group.
+            options = f"--experiment {shlex.quote(experiment)}"
+            if view.path is not None:
+                options = f"--runs {shlex.quote(str(view.path.parent))}"
             about = {"group": group, "runs": len(members), "label": name}
             about["convention"] = text(record["convention"])
             about["options"] = options + " --curves" * self.curves

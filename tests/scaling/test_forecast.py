@@ -337,6 +337,7 @@ def test_the_page_fits_what_the_command_fits(tmp_path: Path, launch) -> None:
     watcher.refresh(strict=True)
     (shown,) = json.loads(watcher.snapshot.laws)
     assert (shown["runs"], shown["options"]) == (21, f"--runs {root}")
+    assert shown["label"] == "grid · dense"
     same = ("law", "parameters", "errors_from", "warnings", "points")
     assert found["errors_from"] == "bootstrap"
     assert all(shown[key] == found[key] for key in same)
