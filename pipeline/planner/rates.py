@@ -46,7 +46,7 @@ def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Sett
         case MuonSpec():
             lr = spec.optim.lr
             peak = muon_lr(steps * batch, spec.model.layers) if lr == "auto" else lr
-            return _muon(peak, spec.model.width, steps)
+            return _muon(peak, spec.model, steps)
         case _:
             assert_never(spec.optim.optimizer)
 
@@ -135,16 +135,19 @@ def muon_lr(tokens: float, layers: int = 8) -> float:
     return _digits(min(0.06, 0.045 * (50e6 / tokens) ** 0.15) * deep)
 
 
-def _muon(lr: float, width: int, steps: int) -> Settings:
+def _muon(lr: float, model: Model, steps: int) -> Settings:
     # The rates of AdamW's groups are divided by √width (nanochat), the matrices' rate is not.
-    narrow = math.sqrt(768 / width)
+    narrow = math.sqrt(768 / model.width)
+    embedding = Setting(_digits(15 * narrow), "15·√(768/width): nanochat")
+    if model.tied:
+        embedding = Setting(_digits(0.8 * narrow), "0.8·√(768/width): measured with a tied head")
     return {
         "lr": Setting(
             lr,
             "0.045·(50M/tokens)^0.15, at most 0.06, ·(8/layers)^0.25 above 8 layers: measured at "
             "13M to 216M tokens, and 2 to 32 layers",
         ),
-        "optimizer.embedding_rate": Setting(_digits(15 * narrow), "15·√(768/width): nanochat"),
+        "optimizer.embedding_rate": embedding,
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),
         "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "the same as head_rate"),
         # With this decay, updates older than a fifth of the run have little effect. At the peak, a
