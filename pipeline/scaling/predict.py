@@ -177,7 +177,7 @@ def _trained(points: Points, made: Sequence[Forecast]) -> list[str]:
     ends = points.take(np.array(list({points.run[i]: i for i in order}.values())))
     for one in made:
         same = (np.abs(ends.N / one.N - 1) < NEAR) & (np.abs(ends.D / one.D - 1) < NEAR)
-        if same.any():
+        if same.any() and points.unique is None:  # the new run may repeat other data
             i = int(np.argmax(same))
             return [f"This run exists already: {ends.run[i]}, loss {ends.loss[i]:.4f}."]
     if points.vocab:
