@@ -83,7 +83,7 @@ def forecast(
 ) -> None:
     """Forecast a larger run, or find the run to buy, by the law that `launch fit` prints."""
     from pipeline.scaling import decide, predict, record
-    from pipeline.scaling import ladder as recipes
+    from pipeline.scaling.ladder import recipe_of
 
     of_the_loss = {"target_loss": target_loss, "inference_tokens": inference_tokens}
     skill.check(task, law, chance, **of_the_loss, unique=unique)
@@ -97,7 +97,7 @@ def forecast(
     recipe = None
     if size is not None and params is None and targets is None and not buys:
         _check_size(rows, points, tokens)
-        recipe = recipes.recipe_of(size, arch, tokens, ladder, sets or ())
+        recipe = recipe_of(size, arch, tokens, ladder, sets or ())
         place: Place = partial(predict.at_recipe, recipe=recipe, name=size)
     else:
         place = _place(demand, size, tokens, params, flops, target_loss, targets)

@@ -259,8 +259,8 @@ def export_(
     )
     if config.objective.whole_prompts:
         print(
-            f'objective.kind="{config.objective.kind}" reads prompts in both directions, but '
-            "transformers from left to right; use `launch generate` to continue texts"
+            f'objective.kind="{config.objective.kind}" trains prompts that are read in both '
+            "directions, but transformers reads them from left to right; use `launch generate`"
         )
     if found is None:
         print(

@@ -101,7 +101,7 @@ def _teacher(distill: object, objective: Objective) -> dict[str, Any]:
     refusal = teacher_kind_refusal(config.objective, objective)
     if refusal:
         raise ConfigError(refusal)
-    # The weights of the student are new.
+    # `context` belongs to the teacher's weights; the student starts from new ones.
     model = config.model.model_dump(exclude_none=True, exclude={"context"})
     return {"distill": {"teacher": str(folder), "model": model}}
 

@@ -52,7 +52,7 @@ class Masked(BaseObjective):
     def _one_whole(self) -> Self:
         text = f"mask={self.mask} and random={self.random} are together above 1; lower one of them"
         require(self.mask + self.random <= 1 + 1e-9, text)
-        text = "mask=0 and random=0 hide none of the tokens that are predicted; raise one of them"
+        text = "mask=0 and random=0 hide no token that could be predicted; raise one of them"
         require(self.mask + self.random > 0, text)
         return self
 
@@ -165,7 +165,7 @@ class Labels(BaseObjective):
 
 
 # The least share of words in a row: if no document is empty, at most every second token ends one.
-ALWAYS_WORDS = 0.5
+LEAST_WORD_SHARE = 0.5
 LABEL_DIGITS = 8  # hexadecimal, at the start of a row of the data: 32 bits
 Objective = Annotated[
     Causal | Prefix | Masked | Replaced | Spans | Mixture | Denoise | Pairs | Answers | Labels,
@@ -181,12 +181,10 @@ def padded_vocab(pieces: int, objective: Objective) -> int:
 def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     """Return why a model, or documents that are kept `apart`, do not work with an objective, and
     the remedy; empty if they do."""
-    usual = {"decoder": "causal", "encoder": "masked", "encoder-decoder": "spans"}
-    if model.head == "replaced":
-        usual["encoder"] = "replaced"
-    arch = {"decoder": "dense", "encoder": "bert", "encoder-decoder": "t5"}
-    if isinstance(objective, Replaced):
-        arch["encoder"] = "electra"
+    encodes = "replaced" if model.head == "replaced" else "masked"
+    usual = {"decoder": "causal", "encoder": encodes, "encoder-decoder": "spans"}
+    encoder = "electra" if isinstance(objective, Replaced) else "bert"
+    arch = {"decoder": "dense", "encoder": encoder, "encoder-decoder": "t5"}
     key = f'objective.kind="{objective.kind}"'
     if objective.stack != model.stack:
         text = f'{key} needs model.stack="{objective.stack}", not "{model.stack}"'
@@ -218,7 +216,8 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
     # A prefix needs a token after it, and a hidden token needs others. A pair has 3 special tokens,
     # and in fewer than 4 tokens of text, the first part could be empty.
-    least = 7 if pairs else 1 + isinstance(objective, Prefix | Masked | Replaced)
+    least = 2 if isinstance(objective, Prefix | Masked | Replaced) else 1
+    least = 7 if pairs else least
     if model.seq < least:
         return f"model.seq={model.seq} is too short for {key}; use at least {least}"
     lengths = objective.lengths(model.seq, model.source_seq)
@@ -234,7 +233,7 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
 
 
 def _refuse_two_losses(objective: Objective, model: Model, *, apart: bool) -> str:
-    """Check rows that are predicted beside their tokens, and ELECTRA's generator."""
+    """Return why a second loss, of row classes or of a generator, does not work, and the remedy."""
     if isinstance(objective, Replaced):
         if objective.trained != (model.generator is not None):
             text = f"objective.trained={str(objective.trained).lower()}"
@@ -244,11 +243,11 @@ def _refuse_two_losses(objective: Objective, model: Model, *, apart: bool) -> st
             return f'{text}; remove data.documents=true and data.packing="best-fit"'
     pairs = isinstance(objective, Masked) and objective.pairs != "none"
     rate = objective.rate if isinstance(objective, Masked | Replaced) else 0.0
-    if (pairs or model.generator is not None) and rate > ALWAYS_WORDS:
+    if (pairs or model.generator is not None) and rate > LEAST_WORD_SHARE:
         # Rows of short documents would mask fewer tokens than others, but count the same.
         also = "objective.pairs" if pairs else "model.generator"
         text = f"objective.rate={rate} with {also}: some rows have too few words"
-        return f"{text}; use at most {ALWAYS_WORDS}"
+        return f"{text}; set objective.rate to at most {LEAST_WORD_SHARE}"
     return ""
 
 

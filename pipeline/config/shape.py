@@ -58,7 +58,7 @@ class Model(Design):
     arch: str = "custom"
     vocab: Positive
     seq: Positive
-    # Tokens that the weights were trained to read, if the rows of fine-tuning are shorter.
+    # The length that the weights were trained on, if fine-tuning has shorter rows.
     context: Positive | None = None
     width: Positive
     layers: Layers

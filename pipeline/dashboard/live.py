@@ -158,7 +158,7 @@ class Watcher:
             experiment = named.most_common(1)[0][0]
             kinds = [text(record[key]) for key in ("arch", "recipe") if record.get(key)]
             name = " · ".join(part for part in (experiment, *kinds) if part != "?")
-            # These options of `launch fit` read the runs of this group.
+            # For `launch fit`. It refuses a directory in which recipes or models are mixed.
             options = f"--experiment {shlex.quote(experiment)}"
             if view.path is not None:
                 options = f"--runs {shlex.quote(str(view.path.parent))}"

@@ -72,7 +72,7 @@ class Corpus:
             )
         stops = config.objective.stops if isinstance(config.objective, Denoise) else ()
         if max(stops, default=0) >= pieces:
-            text = f"objective.stops={max(stops)} is not an id of the {pieces:,} of the tokenizer"
+            text = f"objective.stops={max(stops)} is not among the {pieces:,} ids of the tokenizer"
             raise DataError(f"{text} in {self.path}; leave it out, or give ids of its pieces")
         for split in splits:
             if self.split(split).tokens <= config.text_length:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from pipeline.config.objective import ALWAYS_WORDS, Answers, Causal, Masked, Objective, Pairs
+from pipeline.config.objective import LEAST_WORD_SHARE, Answers, Causal, Masked, Objective, Pairs
 from pipeline.config.spans import Mixture
 from pipeline.data.corpus import Corpus
 from pipeline.data.order import BLOCK, SHARDS_TOGETHER, Permutation, Schedule, ShardRows
@@ -224,7 +224,7 @@ class Loader:
         self._objective = objective or Causal()
         # Whether rows predict different numbers of tokens; a packed row may have padding.
         self._uneven = self._packed or isinstance(objective, Answers | Mixture | Pairs)
-        if isinstance(objective, Masked) and objective.rate > ALWAYS_WORDS:
+        if isinstance(objective, Masked) and objective.rate > LEAST_WORD_SHARE:
             self._uneven = True
         self._held_out = split != "train"
         shards = corpus.split(split).shards

@@ -105,13 +105,13 @@ def label_names(
         )
     numbers = regression or any(isinstance(row.label, float) for row in every)
     classes: list[Any] = sorted({row.label for row in train})
-    if numbers:  # as they are stored
-        classes = list(np.unique(np.array(classes, np.float32)))
     if len(classes) < 2:
-        text = f"every label of the {len(train)} training examples is {train[0].label!r}"
-        stored = " as a 32-bit float" if numbers else ""
-        raise DataError(f"{text}{stored}; add examples with another label")
+        text = f"every label of the {len(train)} training examples is {classes[0]!r}"
+        raise DataError(f"{text}; add examples with another label")
     if numbers:
+        if len(np.unique(np.array(classes, np.float32))) < 2:
+            text = f"the labels of the {len(train)} training examples, such as {classes[0]!r}"
+            raise DataError(f"{text}, are equal as 32-bit floats; subtract what they share")
         return ()
     other = "held-out ones with --valid" if texts else "--regression if labels are numbers"
     for row in valid:

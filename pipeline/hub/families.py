@@ -67,7 +67,7 @@ _FREE |= {f"ffn.{key}" for key in ("aux_loss", "seq_aux_loss", "z_loss", "bias_s
 
 def to_hub_config(model: Model, family: Family) -> Table:
     """Return the model part of config.json, without token ids and dtype."""
-    model = _in_numbers(model)
+    model = _expressible(model)
     ours_flat = flat(model)
     table: Table = {"architectures": [family.architecture], "model_type": family.kind}
     table |= family.fixed
@@ -151,9 +151,9 @@ def choose_family(model: Model) -> Family:
 
 def _lost(model: Model, family: Family) -> Table:
     """Return our settings that do not survive the round trip through the family's config.json."""
-    ours = flat(_in_numbers(model))
+    ours = flat(_expressible(model))
     try:
-        back = flat(_in_numbers(_read(to_hub_config(model, family), family)))
+        back = flat(_expressible(_read(to_hub_config(model, family), family)))
     except (ConfigError, KeyError):
         return {**ours, "": ""}  # worse than any partial loss
     if isinstance(model.ffn, MoE) and all(model.routed(layer) for layer in range(model.layers)):
@@ -165,20 +165,20 @@ def _lost(model: Model, family: Family) -> Table:
     return {key: ours.get(key) for key in keys if not _same(ours.get(key), back.get(key))}
 
 
-def _in_numbers(model: Model) -> Model:
-    """Return the same model as config.json can express it: factors as numbers, both lengths, steps
-    within the layers, and a larger theta instead of NTK scaling."""
+def _expressible(model: Model) -> Model:
+    """Return the same model as config.json can express it: factors as numbers, both lengths,
+    `global_every` at most `layers`, and a larger theta instead of NTK scaling."""
     scales = Multipliers(
         embedding=model.embedding_multiplier,
         residual=model.multipliers.residual,
         logits=model.logit_multiplier,
     )
     changes: Table = {"multipliers": scales, "seq": model.longest, "context": None}
-    a = model.attention
-    if a.global_every is not None and a.global_every > model.layers:
-        # Only the first layer is global, or none.
-        every = model.layers if a.global_first else None
-        changes["attention"] = a.model_copy(update={"global_every": every})
+    attention = model.attention
+    if attention.global_every is not None and attention.global_every > model.layers:
+        # Then only the first layer is global (`global_first`), or none.
+        every = model.layers if attention.global_first else None
+        changes["attention"] = attention.model_copy(update={"global_every": every})
     if model.stack == "encoder-decoder":
         changes |= {"encoder_layers": model.source_layers, "source_seq": model.source_length}
     if isinstance(model.position, RoPE) and isinstance(model.position.scaling, NTK):

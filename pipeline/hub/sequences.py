@@ -35,7 +35,7 @@ def export_family(cfg: Model, labels: Labels | None) -> Family:
         family = choose_family(cfg.model_copy(update={"row_classes": plain}))
     except ConfigError:
         family = choose_family(cfg.model_copy(update={"row_classes": 0}))
-        if family.row_head:  # so the labels are not what has no counterpart
+        if family.row_head:  # it can have labels, so the error names what else is unsupported
             raise
     if not family.row_head:
         known = ", ".join(dict.fromkeys(each.kind for each in FAMILIES if each.row_head))

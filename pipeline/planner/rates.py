@@ -138,9 +138,10 @@ def muon_lr(tokens: float, layers: int = 8) -> float:
 def _muon(lr: float, model: Model, steps: int) -> Settings:
     # The rates of AdamW's groups are divided by √width (nanochat), the matrices' rate is not.
     narrow = math.sqrt(768 / model.width)
-    embedding = Setting(_digits(15 * narrow), "15·√(768/width): nanochat")
     if model.tied:
-        embedding = Setting(_digits(0.8 * narrow), "0.8·√(768/width): measured with a tied head")
+        embedding = Setting(_digits(0.8 * narrow), "0.8·√(768/width): measured, with a tied head")
+    else:
+        embedding = Setting(_digits(15 * narrow), "15·√(768/width): nanochat")
     return {
         "lr": Setting(
             lr,

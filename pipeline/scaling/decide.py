@@ -142,13 +142,14 @@ def least_cost(study: Study, target: float, demand: Demand) -> float:
     floor = loss(high)
     if not target > floor * (1 + 1e-6):
         data = f" on {count(demand.unique)} distinct tokens" if demand.unique else ""
-        of_e = study.parameters().get("E", {"low": math.nan, "high": math.nan})
-        span = ", an estimate"
-        if math.isfinite(of_e["low"] + of_e["high"]):
-            span += f" (95% interval of E: {of_e['low']:.4g} to {of_e['high']:.4g})"
+        note = ", an estimate"
+        interval = study.parameters().get("E", {"low": math.nan, "high": math.nan})
+        # On limited data, the lowest loss is not E.
+        if demand.unique is None and math.isfinite(interval["low"] + interval["high"]):
+            note += f" (95% interval of E: {interval['low']:.4g} to {interval['high']:.4g})"
         raise ConfigError(
             f"target_loss={target:g} is out of reach: by this law no run{data} gets below "
-            f"{floor:.4g}{span}; choose a higher loss"
+            f"{floor:.4g}{note}; choose a higher loss"
         )
     if target > loss(low):
         text = f"target_loss={target:g} is above every loss that the law describes"

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -34,7 +33,7 @@ class Ladder:
     settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, if not the default
     vocab: int | None = None
     data: str | None = None
-    tokens: int | None = None  # for training, in `data`
+    tokens: int | None = None  # of `data`, if the runs were trained on it as it is now
     recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
     arch: str | None = None
     problem: str | None = None  # warning, if the settings could not be read
@@ -83,11 +82,18 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
     # Without a common directory, the command gets the placeholder DATA.
     places = {config.data.dir for config in configs}
     data = places.pop() if len(places) == 1 else None
-    tokens = None
-    with suppress(DataError):  # the data is elsewhere, or was prepared again since
-        manifest = Manifest.load(Path(data or ""))
-        tokens = manifest.splits["train"].tokens if manifest.hash == record.get("data") else None
+    tokens = None if data is None else _training_tokens(Path(data), runs)
     return Ladder(shared, vocab, data, tokens, configs[0].recipe, configs[0].model.arch)
+
+
+def _training_tokens(data: Path, runs: Sequence[Run]) -> int | None:
+    try:
+        manifest = Manifest.load(data)
+    except DataError:  # the data is on another machine
+        return None
+    # It may have been prepared again since.
+    same = all(run.record.get("data") == manifest.hash for run in runs)
+    return manifest.splits["train"].tokens if same else None
 
 
 def _own_recipe(config: RunConfig) -> dict[str, Any]:

@@ -146,10 +146,12 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     if parse_count(vocab) or (digits != vocab and digits.isdigit()):
         raise DataError(f"{path}: vocab={vocab} is not a number; write all digits, such as 32768")
     # Our own points.csv has the tokenizer's digest there, which is longer than any size.
-    if is_number(vocab) and not 10_000_000 <= float(vocab) < np.inf:  # may be 4096.0, or NaN
-        if not 2 <= float(vocab) < np.inf:
+    size = float(vocab) if is_number(vocab) else None  # tables may have 4096 as 4096.0
+    is_digest = size is None or 10_000_000 <= size < np.inf
+    if size is not None and not is_digest:
+        if not 2 <= size < np.inf:  # also NaN
             raise DataError(f"{path}: vocab={vocab} is not a vocabulary; give its number of tokens")
-        found["vocab"] = int(float(vocab))
+        found["vocab"] = int(size)
     found["arch"] = rows[0].get("arch") or None
     convention = rows[0].get("convention")
     if not convention:

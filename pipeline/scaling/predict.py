@@ -144,18 +144,20 @@ def cautions(
         )
     if study.name in NO_FLOOR and far > 1:
         found.append(f"law={study.name} has no floor E: beyond the runs it is too optimistic.")
-    found += _trained(study.fit.points, made)
+    if study.minima is None and study.fit.points.unique is None:
+        # Minima are no runs, and a run on repeated data can have the N and D of another.
+        found += _trained(study.fit.points, made)
+    found += _below_sizes(study.fit.points, made)
     found += _misfits(study, targets)
     found += _outside(study.fit.points, made)
     if unique is not None:
         found += _repeated(study, made[0], unique)
-    elif ladder is not None and targets.unique is None:
-        found += _passes(ladder, made)
-    if study.name == "data-constrained" and targets.unique is None and unique is None:
-        found.append(
-            "Every token counts as new; if some repeat, give --unique, or --targets with a column "
-            "`unique`."
-        )
+    elif targets.unique is None:
+        passes = _passes(ladder, made) if ladder is not None else []
+        if not passes and study.name == "data-constrained":
+            text = "Every token counts as new; if some repeat, give --unique, or --targets with a"
+            passes = [f"{text} column `unique`."]
+        found += passes
     # A law of compute alone does not predict other splits of the same compute.
     if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):
         ratio = study.fit.points.D / study.fit.points.N
@@ -171,22 +173,30 @@ def cautions(
 
 
 def _trained(points: Points, made: Sequence[Forecast]) -> list[str]:
-    """Return a warning about runs that exist already, or that no size can be."""
-    # With --curves, a run has several rows, and only its last is the end of a run.
-    order = np.argsort(points.D)
-    ends = points.take(np.array(list({points.run[i]: i for i in order}.values())))
+    """Return a warning about a run that is among the fitted ones."""
+    last: dict[str, int] = {}  # with --curves, only the last row of a run is its end
+    for i in np.argsort(points.D):
+        last[points.run[i]] = int(i)
+    ends = points.take(np.array(list(last.values())))
     for one in made:
         same = (np.abs(ends.N / one.N - 1) < NEAR) & (np.abs(ends.D / one.D - 1) < NEAR)
-        if same.any() and points.unique is None:  # the new run may repeat other data
+        if same.any():
             i = int(np.argmax(same))
-            return [f"This run exists already: {ends.run[i]}, loss {ends.loss[i]:.4f}."]
-    if points.vocab:
-        name, least = min(decide.known_sizes(points.vocab).items(), key=lambda size: size[1])
-        small = [one for one in made if least * (1 - NEAR) > one.N]
-        if small:
-            text = f"N = {count(small[0].N)} is below the smallest size, `{name}`"
-            return [f"{text} (N = {count(least)} with this vocabulary), and cannot be trained."]
+            place = f"N = {count(one.N)} and D = {count(one.D)}"
+            return [f"A fitted run has {place} already: {ends.run[i]}, loss {ends.loss[i]:.4f}."]
     return []
+
+
+def _below_sizes(points: Points, made: Sequence[Forecast]) -> list[str]:
+    """Return a warning about a run that is smaller than every shipped size."""
+    if not points.vocab:
+        return []
+    name, least = min(decide.known_sizes(points.vocab).items(), key=lambda size: size[1])
+    smallest = min(one.N for one in made)
+    if not least * (1 - NEAR) > smallest:
+        return []
+    text = f"N = {count(smallest)} is below the smallest shipped size, `{name}`"
+    return [f"{text} (N = {count(least)} as `dense` with this vocabulary): no --size trains it."]
 
 
 def _passes(ladder: Ladder, made: Sequence[Forecast]) -> list[str]:
@@ -201,12 +211,12 @@ def _passes(ladder: Ladder, made: Sequence[Forecast]) -> list[str]:
     ]
 
 
-def _columns(N: Any, D: Any) -> dict[str, Any]:
+def _columns(N: Array | float, D: Array | float) -> dict[str, Any]:
     return {"N": N, "D": D, "D / N": D / N}
 
 
 def is_far(points: Points, N: Array | float, D: Array | float) -> npt.NDArray[np.bool_]:
-    """Whether each place is far outside of the fitted runs; not for N and D of NaN."""
+    """Whether each place is far outside of the fitted runs; False where N or D is NaN."""
     fitted = _columns(points.N, points.D)
     places = _columns(N, D)
     outside = [

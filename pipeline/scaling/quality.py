@@ -146,7 +146,7 @@ def unit_warnings(points: Points) -> list[str]:
         return warnings
     if points.N.min() < FEWEST_PARAMETERS:
         warnings.append(
-            f"The smallest N is {points.N.min():g}: N counts parameters, not thousands or millions."
+            f"The smallest N is {points.N.min():g}; give parameters, not thousands or millions."
         )
     ratio = points.D / points.N
     low, high = TOKENS_PER_PARAMETER

@@ -221,7 +221,9 @@ def test_a_run_or_optimum_far_outside_of_the_runs_gets_a_warning() -> None:
         assert words in far if words else not far
     place = at_sizes(done, 59616, 155648)
     made = forecast(done, place)
-    assert "This run exists already: 27k-156k, loss 4.5201." in cautions(done, place, made)
+    assert "A fitted run has N = 59.6k and D = 156k already: 27k-156k, loss 4.5201." in cautions(
+        done, place, made
+    )
     place = at_sizes(done, 59616, 2 * 155648)
     assert not any("exists" in text for text in cautions(done, place, forecast(done, place)))
     run = best(done, np.array([1e16]), Demand(unique=1e3))

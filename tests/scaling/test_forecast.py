@@ -130,7 +130,7 @@ def test_the_forecast_is_the_printed_law(law: str, tmp_path: Path, launch) -> No
 def test_a_ladder_of_one_gpu_forecasts_a_run_with_five_times_the_compute(
     tmp_path: Path, launch
 ) -> None:
-    """The ladder `gpu` as it was trained on an H200, and two runs of `30m` that followed."""
+    """The ladder `gpu`, from two ladders that an H200 trained, and the `30m` that followed each."""
     targets = tmp_path / "targets.csv"
     targets.write_text("N,D,C\n33730304,179994624,4.774e16\n33730304,200048640,5.306e16\n")
     source = f"--points {Path(__file__).with_name('h200.csv')}"
@@ -176,7 +176,7 @@ def test_a_size_has_the_architecture_and_vocabulary_of_the_points(tmp_path: Path
     config = load(size="30m", arch="isoflop", over={"model": {"vocab": 4096}})
     assert found["N"] == params(resolve(config, ranks=1, gpu=False).model).scaling
     tiny = json.loads(launch("forecast --params 1e4 --tokens 1e6 --json --points", points))
-    assert any("below the smallest size, `7k`" in warning for warning in tiny["warnings"])
+    assert any("below the smallest shipped size, `7k`" in warning for warning in tiny["warnings"])
     targets = tmp_path / "targets.csv"
     targets.write_text("N,D,arch\n1e12,2e13,bert\n")
     warnings = json.loads(launch("forecast --json --points", points, "--targets", targets))

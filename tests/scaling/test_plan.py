@@ -79,7 +79,7 @@ def test_the_ladder_is_printed_with_its_cost(launch) -> None:
     assert data["total"]["flops"] == pytest.approx(sum(run["cost"] for run in data["runs"]))
     assert {round(run["D"] / run["N"]) for run in data["runs"]} == {5, 20, 80}
     printed = launch("sweep", "plan", CONFIGS / "ladder.toml")
-    assert "18 runs" in printed and "Vocabulary: 32,768, the default" in printed
+    assert "18 runs" in printed and "Vocabulary: 32,768; --data" in printed
 
 
 def test_runs_share_a_trunk_only_if_they_are_equal_before_the_decay() -> None:
