@@ -345,7 +345,7 @@ def test_labels_without_a_class_for_sequences_name_the_architecture() -> None:
         ([{"text": "a", "label": 1}, {"text": "b", "label": "x"}], (), "all texts or all numbers"),
         ([{"text": t, "label": "x"} for t in "abcdef"], ("--regression",), "leave --regression"),
         ([{"text": t, "label": 1} for t in "abcdef"], (), "training examples is 1"),
-        ([{"text": t, "label": 2**53 + i} for i, t in enumerate("abcdef")], ("--regression",), "equal as 32-bit floats"),
+        ([{"text": t, "label": 2**53 + i} for i, t in enumerate("abcdefghij")], ("--regression",), "equal as 32-bit floats"),
         ([{"text": "a", "label": 1}], (), "--valid-share 0.5 leaves"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lm-weight", 1), "is for labels"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lora", 1000, "--quiet"), "lora.rank=1000"),
