@@ -4,6 +4,7 @@ A fit always returns numbers. These checks warn if the points are probably wrong
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from pipeline.scaling.fitting import Fit
+from pipeline.scaling.fitting import Fit, fit
 from pipeline.scaling.frontier import flops_per_parameter_token
 from pipeline.scaling.points import Array, Points
 
@@ -23,6 +24,7 @@ TOKENS_PER_PARAMETER = (0.02, 2e5)
 # No ladder has only runs outside of these: its N and D are swapped, or one of them is in thousands.
 LADDER_TOKENS_PER_PARAMETER = (1.0, 1000.0)
 MOST_EPOCHS = 1e4  # published runs have up to 1,500 (arXiv 2305.16264)
+LONE_GAP = 8.0  # between the tokens per parameter of one run and of all others
 UNIT_GAP = 100.0  # between two groups of tokens per parameter; units differ by 1000×
 # C / (N·D) is 6 without attention. Small models with a large head or a long context have more, and
 # 2 is a forward pass alone.
@@ -40,6 +42,10 @@ EXPLAINED = 0.9  # R²; the public sets have 0.93 to 1.00
 OUTLIER_SIGMAS = 5.0
 SMALLEST_OUTLIER = 0.005  # relative; points without noise have tiny residuals and no outliers
 NAMED = 3
+# A wrong run at the edge of a ladder bends the law to itself. Without it, the scatter of the others
+# falls to less than this share; without a right one, to 0.4 or more in our ladders (docs/LOG.md).
+BENT = 0.3
+MOST_AT_EDGES = 60  # runs; one of more cannot bend a law unseen
 
 
 @dataclass(frozen=True)
@@ -60,16 +66,16 @@ class Goodness:
     outliers: tuple[Outlier, ...]
 
 
-def goodness(fit: Fit) -> Goodness | None:
+def goodness(even: Fit) -> Goodness | None:
     """Measure the fit; None if there are no more points than parameters."""
-    residuals = fit.residuals
-    spare = len(residuals) - len(fit.theta)
+    residuals = even.residuals
+    spare = len(residuals) - len(even.theta)
     if spare < 1:
         return None
     size = np.sort(np.abs(residuals))
     # The fit is nearly one of least absolute deviations, which passes exactly through as many
     # points as it has parameters. Those residuals of zero do not measure the scatter.
-    noise = float(np.median(size[len(fit.theta) :])) / float(special.ndtri(0.75))
+    noise = float(np.median(size[len(even.theta) :])) / float(special.ndtri(0.75))
     sigmas = np.abs(residuals) / max(noise, SMALLEST_OUTLIER / OUTLIER_SIGMAS)
     # With few spare points the scatter is poorly known, so the limit for outliers is higher.
     student = special.stdtrit(max(spare - 1, 1), 1 - 0.005 / len(residuals))
@@ -78,19 +84,46 @@ def goodness(fit: Fit) -> Goodness | None:
     far = np.flatnonzero(out)
     worst = far[np.argsort(-sigmas[far])]
     named = tuple(
-        Outlier(fit.points.run[i], float(np.expm1(residuals[i])), float(sigmas[i])) for i in worst
+        Outlier(even.points.run[i], float(np.expm1(residuals[i])), float(sigmas[i])) for i in worst
     )
-    return Goodness(_explained(fit, ~out), noise, named)
+    return Goodness(_explained(even, ~out), noise, named)
 
 
-def _explained(fit: Fit, kept: Any) -> float:
+def edge_warnings(even: Fit, named: Sequence[str]) -> list[str]:
+    """Return a warning about a run at the edge of the points without which the others scatter much
+    less. `named` are known outliers."""
+    points = even.points
+    scatter = _root_mean_square(even.residuals)
+    spare = len(points) - len(even.theta)
+    if not 3 <= spare < MOST_AT_EDGES or scatter < SMALLEST_OUTLIER:
+        return []
+    ranked = (points.N, points.D, points.C, points.D / points.N, points.loss)
+    edges = {int(at) for values in ranked for at in (np.argmin(values), np.argmax(values))}
+    found = []
+    for at in edges:
+        others = fit(points.take(np.delete(np.arange(len(points)), at)), even.law)
+        found.append((_root_mean_square(others.residuals), points.run[at]))
+    least, run = min(found)
+    if least > BENT * scatter or run in named:
+        return []
+    return [
+        f"Without {run}, the other runs scatter {least:.1%} instead of {scatter:.1%} around the "
+        f"law: check its N, D and loss, or leave it out and fit again."
+    ]
+
+
+def _root_mean_square(residuals: Array) -> float:
+    return float(np.sqrt(np.mean(residuals**2)))
+
+
+def _explained(even: Fit, kept: Any) -> float:
     """Adjusted R² of log loss."""
-    log_loss = np.log(fit.points.loss[kept])
-    spare = len(log_loss) - len(fit.theta)
+    log_loss = np.log(even.points.loss[kept])
+    spare = len(log_loss) - len(even.theta)
     total = float(((log_loss - log_loss.mean()) ** 2).sum())
     if spare < 1 or total == 0:
         return math.nan
-    left = float((fit.residuals[kept] ** 2).sum())
+    left = float((even.residuals[kept] ** 2).sum())
     return 1 - left / spare * (len(log_loss) - 1) / total
 
 
@@ -169,6 +202,8 @@ def unit_warnings(points: Points) -> list[str]:
             f"Tokens per parameter fall into two groups, up to {gap[0]:.3g} and from {gap[1]:.3g}: "
             f"are D or N of some rows in another unit?"
         )
+    else:
+        warnings += _lone_warnings(points, ratio)
     if points.unique is not None:
         epochs = points.D / points.unique
         odd = np.flatnonzero(epochs > MOST_EPOCHS)
@@ -185,6 +220,22 @@ def unit_warnings(points: Points) -> list[str]:
             f"N parameters and D tokens. N* and D* are meaningless until they agree."
         )
     return warnings
+
+
+def _lone_warnings(points: Points, ratio: Array) -> list[str]:
+    """Warn about one run with far fewer or far more tokens per parameter than all others."""
+    order = np.argsort(ratio)
+    if len(order) < 4:
+        return []
+    found = []
+    for lone, nearest in ((order[0], order[1]), (order[-1], order[-2])):
+        gap = max(ratio[lone] / ratio[nearest], ratio[nearest] / ratio[lone])
+        if gap >= LONE_GAP:
+            found.append(
+                f"{points.run[lone]} has {ratio[lone]:.3g} tokens per parameter, and the nearest "
+                f"other run {ratio[nearest]:.3g}: are its N and D right, and not swapped?"
+            )
+    return found
 
 
 def _count_warnings(points: Points) -> list[str]:

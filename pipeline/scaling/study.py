@@ -250,6 +250,8 @@ def study(
     notes += intervals.interval_warnings(result, spread, of_e, notes)
     fitted = quality.goodness(even)
     notes += quality.fit_warnings(fitted)
+    if wanted and minima is None:
+        notes += quality.edge_warnings(even, [one.run for one in fitted.outliers] if fitted else [])
     found = (result, spread, test, scale, of_e, minima, valleys, draws)
     done = Study(chosen.name if law == "auto" else law, *found, tuple(notes), fitted)
     return replace(done, warnings=(*notes, *intervals.exponent_warnings(done.parameters(), notes)))

@@ -1,5 +1,6 @@
 """More than 200 malformed inputs: each ends in a one-line error, or in a law with a warning."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -210,6 +211,22 @@ def test_nothing_is_silent(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     message = outcome(file)
     assert message and "\n" not in message
+
+
+@pytest.mark.parametrize("row", [0, 1, 7, 12, 14])
+def test_a_run_with_a_wrong_length_or_swapped_columns_is_named(row: int, tmp_path: Path) -> None:
+    """Its residual is small, because the law passes through it."""
+    longer = column("D", lambda x: 10 * x, [row])
+    swapped = table()
+    swapped["N"][row] = table()["D"][row]
+    swapped["D"][row] = table()["N"][row]
+    file = tmp_path / "p.csv"
+    for made in (longer, swapped):
+        file.write_text(text_of(made))
+        warnings = study(read_csv(file), "chinchilla").warnings
+        assert any(re.search(rf"row {row + 2}\b", text) for text in warnings)
+    file.write_text(text_of(table()))
+    assert not study(read_csv(file), "chinchilla").warnings
 
 
 @pytest.mark.parametrize(
