@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from launch import options, skill
-from launch.law import ForecastsDir, forecasts_beside, read_points
+from launch.law import ForecastsDir, fit_to_forecast, forecasts_beside, read_points
 from launch.tables import new_console, print_json, print_warnings, table
 from pipeline.errors import ConfigError
 
@@ -101,7 +101,7 @@ def forecast(
         place: Place = partial(predict.at_recipe, recipe=recipe, name=size)
     else:
         place = _place(demand, size, tokens, params, flops, target_loss, targets)
-    done = skill.fit(rows.drop_highest(drop_highest), law, task)  # every option is valid by now
+    done = fit_to_forecast(rows.drop_highest(drop_highest), law, task)
     places = place(done)
     made = predict.forecast(done, places, unique)
     if targets is None:

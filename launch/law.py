@@ -11,14 +11,16 @@ from typer import Option
 
 from launch import options
 from launch.tables import new_console, print_json, print_warnings, table
-from pipeline.errors import ConfigError, RunError
+from pipeline.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
     from pipeline.runs.history import Run
     from pipeline.scaling.ladder import Ladder
     from pipeline.scaling.points import Points
     from pipeline.scaling.record import Score
+    from pipeline.scaling.study import Study
 
+FEW_RESAMPLES = 200  # of `launch forecast`, for the intervals of N* and D*
 _RESAMPLES = "Resamples for the standard errors; 0 for none."
 Resamples = Annotated[int, Option(help=_RESAMPLES, min=0, max=100_000)]
 _FULL_GRID = "Use all 4,500 starts of Hoffmann et al.; slow."
@@ -127,6 +129,18 @@ def about_targets(folder: Path, found: "list[Run]", rows: "Points") -> list[str]
         return record.about_targets(record.score(record.registered(folder), found), rows.run)
     except RunError as error:  # a damaged forecast must not prevent the fit
         return [str(error)]
+
+
+def fit_to_forecast(rows: "Points", law: str, task: str | None) -> "Study":
+    """Fit the points. An error names the task, because the losses are its bits per byte."""
+    from pipeline.scaling.study import study
+
+    try:
+        return study(rows, law, tested=True, resamples=FEW_RESAMPLES)
+    except DataError as error:
+        if task is None:
+            raise
+        raise DataError(f"task={task}, with its bits per byte as the loss: {error}") from None
 
 
 def forecasts_beside(runs: Path | None, experiment: str | None, points: Path | None) -> Path:

@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.tables import table
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.runs.history import Run
     from pipeline.scaling.accuracy import TaskForecast
-    from pipeline.scaling.points import Points
     from pipeline.scaling.predict import Forecast
     from pipeline.scaling.study import Study
 
@@ -23,7 +22,6 @@ _TASK_NAME = (
 TaskName = Annotated[str | None, typer.Option("--task", help=_TASK_NAME)]
 _CHANCE = "Accuracy of guessing on the task (default: from its file of questions, or fitted)."
 Chance = Annotated[float | None, typer.Option(help=_CHANCE)]
-RESAMPLES = 200  # for the intervals of N* and D*; `launch fit` uses more
 # Their points are the minima of valleys or curves, which are no runs and have no score.
 NO_RUNS = ("isoflop", "parabola", "envelope")
 
@@ -47,18 +45,6 @@ def check(task: str | None, law: str, chance: float | None, **of_the_loss: float
         raise ConfigError(f"{text}; choose --law auto")
     if chance is not None and not 0 <= chance < 1:
         raise ConfigError(f"chance={chance} must be at least 0 and below 1, such as 0.25")
-
-
-def fit(rows: "Points", law: str, task: str | None) -> "Study":
-    from pipeline.scaling.study import study
-
-    try:
-        return study(rows, law, tested=True, resamples=RESAMPLES)
-    except DataError as error:
-        if task is None:
-            raise
-        # Otherwise the reader would look for the fault in the held-out losses.
-        raise DataError(f"task={task}, with its bits per byte as the loss: {error}") from None
 
 
 def forecast(

@@ -24,10 +24,9 @@ from pipeline.scaling.frontier import (
 from pipeline.scaling.points import Array, Points, points_of
 from pipeline.scaling.predict import PROVEN_REACH, is_far
 from pipeline.scaling.record import Score, about_targets
-from pipeline.scaling.study import Study, study
+from pipeline.scaling.study import RESAMPLES, Study, study
 from pipeline.units import power
 
-RESAMPLES = 1000  # as `launch fit`, so that both give the same intervals and warnings
 AHEAD = 10.0  # the law is drawn up to this multiple of the largest run's compute
 AROUND = 4.0  # the law of a size is drawn this factor beyond its shortest and longest run
 STOPS_PER_DECADE = 20  # of the sliders

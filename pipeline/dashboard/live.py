@@ -153,7 +153,7 @@ class Watcher:
         for group, members in sorted(groups.items(), key=lambda item: -len(item[1])):
             view = next(iter(members.values()))
             record = view.record
-            # A directory may also have a larger run with an experiment of its own.
+            # The larger run that was forecast often has another experiment than the ladder.
             named = Counter(text(member.record.get("experiment")) for member in members.values())
             experiment = named.most_common(1)[0][0]
             kinds = [text(record[key]) for key in ("arch", "recipe") if record.get(key)]

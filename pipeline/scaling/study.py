@@ -35,6 +35,7 @@ NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 # Above this many points, the scatter replaces the bootstrap and E's profile: they agree there, and
 # a single refit takes seconds.
 MOST_RESAMPLED = 20_000
+RESAMPLES = 1000  # of `launch fit`, of the page and of a sweep, so that their intervals are equal
 LESS_CERTAIN = 2.0  # times the error of N* that larger weights for larger runs may cause
 VALLEYS_DIFFER = 0.1  # difference in log N* above which a warning compares law and valleys
 

@@ -21,7 +21,7 @@ from pipeline.runs.directory import RunDir
 from pipeline.runs.history import Run, read_run, read_runs
 from pipeline.runs.log import last_records
 from pipeline.scaling.points import points_of
-from pipeline.scaling.study import study
+from pipeline.scaling.study import RESAMPLES, study
 from pipeline.sweep.grid import Planned, Sweep
 from pipeline.track.mlflow_runs import FORECASTS, SWEEP_FILE, keep, read_sweep
 from pipeline.units import finite
@@ -221,7 +221,7 @@ def write(root: Path) -> list[Path]:
     """Write points.csv and fit.json."""
     runs = read_runs(root)
     try:
-        fitted = study(points_of(runs), resamples=1000).to_json()  # as `launch fit` prints it
+        fitted = study(points_of(runs), resamples=RESAMPLES).to_json()
     except DataError as error:
         fitted = {"law": None, "warnings": [f"No law yet: {error}"]}
     text = json.dumps(finite(fitted), indent=1, ensure_ascii=False)

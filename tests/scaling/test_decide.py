@@ -225,7 +225,7 @@ def test_a_run_or_optimum_far_outside_of_the_runs_gets_a_warning() -> None:
         done, place, made
     )
     place = at_sizes(done, 59616, 2 * 155648)
-    assert not any("exists" in text for text in cautions(done, place, forecast(done, place)))
+    assert not any("already" in text for text in cautions(done, place, forecast(done, place)))
     run = best(done, np.array([1e16]), Demand(unique=1e3))
     few, enough = cautions(done, run, forecast(done, run, 1e3), 1e3)[-2:]
     assert "unique=1k is far below" in few and "within 0.05% of this loss" in enough

@@ -327,7 +327,7 @@ def test_a_target_off_the_ladder_gets_a_warning(ladder: Path, launch) -> None:
 
 
 def test_the_page_fits_what_the_command_fits(tmp_path: Path, launch) -> None:
-    """A larger run with an experiment of its own is in the same directory and law."""
+    """A larger run in the same directory is in the same law, even with another experiment."""
     root = tmp_path / "grid"
     for i, (N, ratio) in enumerate(product((2e5, 6e5, 2e6, 7e6, 2e7), (5, 20, 60, 200))):
         make_run(root, f"run{i}", N, ratio * N, seed=i)
