@@ -14,6 +14,7 @@ from pipeline.runs.history import Run
 from pipeline.scaling import decide
 from pipeline.scaling.annealing import with_curves
 from pipeline.scaling.frontier import (
+    ROUNDS,
     UnitFlops,
     at,
     bottom,
@@ -25,7 +26,7 @@ from pipeline.scaling.points import Array, Points, points_of
 from pipeline.scaling.predict import PROVEN_REACH, is_far
 from pipeline.scaling.record import Score, about_targets
 from pipeline.scaling.study import RESAMPLES, Study, study
-from pipeline.units import power
+from pipeline.units import count, power
 
 AHEAD = 10.0  # the law is drawn up to this multiple of the largest run's compute
 AROUND = 4.0  # the law of a size is drawn this factor beyond its shortest and longest run
@@ -81,17 +82,46 @@ def law_data(
     }
 
 
-def line(done: Study, points: Points) -> dict[str, list[float]] | None:
-    """Return the law with its interval at the best N and D for each compute; None if none exist.
+def line(done: Study, points: Points) -> dict[str, Any] | None:
+    """Return the law with its interval for each compute; None if it has no finite losses.
 
     The places must not jump between the runs' own N and D: where the ratio of tokens to parameters
     changes from run to run, the line would be a zigzag. `size_lines` passes through the runs.
     """
     C = np.geomspace(points.C.min() / 2, points.C.max() * AHEAD, 120)
-    loss, low, high = done.interval(done.frontier(C))
-    if not np.isfinite(loss).all():  # an exponent below zero has no best split
+    ratio = drawn_ratio(done, points)
+    loss, low, high = done.interval(_places(done, C, ratio))
+    if not np.isfinite(loss).all():
         return None
-    return {"C": C.tolist(), "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist()}
+    band = {"C": C.tolist(), "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist()}
+    return {**band, "tokens_per_param": ratio}
+
+
+def drawn_ratio(done: Study, points: Points) -> float | None:
+    """Return the tokens per parameter at which the line is drawn; None for the best N and D.
+
+    If the best N and D for the compute of the runs are far outside of the runs, or do not exist
+    because an exponent is below zero, the line has the median tokens per parameter of the runs.
+    """
+    best = done.optimum(np.geomspace(points.C.min(), points.C.max(), 20))
+    fitted = done.fit.points
+    if best is None:  # a law of compute alone
+        return None
+    if np.isfinite(best.N).all() and not is_far(fitted, best.N, best.D).any():
+        return None
+    return float(np.median(fitted.D / fitted.N))
+
+
+def _places(done: Study, C: Array, ratio: float | None) -> Points:
+    """Return N and D for each compute: the best, or those with this many tokens per parameter."""
+    if ratio is None:
+        return done.frontier(C)
+    # C = unit(N) · N · ratio·N, where unit(N) depends little on N.
+    unit_flops = UnitFlops.of(done.fit.points)
+    N = np.sqrt(C / unit_flops.base / ratio)
+    for _ in range(ROUNDS):
+        N = np.sqrt(C / unit_flops.each(N) / ratio)
+    return at(done.fit.points, C, N, ratio * N)
 
 
 def size_lines(done: Study, points: Points, names: dict[float, str]) -> list[dict[str, Any]]:
@@ -113,19 +143,31 @@ def size_lines(done: Study, points: Points, names: dict[float, str]) -> list[dic
 
 
 def in_words(done: Study, points: Points) -> str:
-    """Describe the law in two sentences; nothing if it has no best split."""
+    """Describe the law in two sentences; nothing if it has no finite losses."""
     top = float(points.C.max())
-    loss, low, high = done.interval(done.frontier(np.array([top / 10, top, top * 10])))
+    ratio = drawn_ratio(done, points)
+    places = _places(done, np.array([top / 10, top, top * 10]), ratio)
+    loss, low, high = done.interval(places)
     if not np.isfinite(loss).all():
         return ""
+    where = ""
+    if ratio is not None:
+        where = (
+            f" at {ratio:.3g} tokens per parameter, the median of the runs (the best N and D are "
+            f"far outside of the runs)"
+        )
+    beyond = ""
+    if is_far(done.fit.points, places.N[2:], places.D[2:]).any():
+        run = f"N = {count(places.N[2])} on {count(places.D[2])} tokens"
+        beyond = f" That would be a run of {run}, far outside of these runs."
     text = (
         f"Up to the largest run ({power(top)} FLOPs), ten times the compute lowers the held-out "
-        f"loss by about {1 - loss[1] / loss[0]:.1%}. Ten times more compute would give "
+        f"loss by about {1 - loss[1] / loss[0]:.1%}{where}. Ten times more compute would give "
         f"{loss[2]:.3f}"
     )
     if not math.isfinite(high[2]):
-        return text + "; these runs do not determine an interval."
-    return text + f" (95% interval {low[2]:.3f} to {high[2]:.3f})."
+        return f"{text}; these runs do not determine an interval.{beyond}"
+    return f"{text} (95% interval {low[2]:.3f} to {high[2]:.3f}).{beyond}"
 
 
 def valleys(points: Points, done: Study) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """A log that is reduced while it is read still draws the same."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pipeline.dashboard import law_view
 from pipeline.dashboard.payload import SLACK, RunLog, RunView, thin
 from pipeline.scaling import decide
-from pipeline.scaling.points import Points
+from pipeline.scaling.points import Points, read_csv
 from pipeline.scaling.study import study
 
 
@@ -117,9 +118,24 @@ def test_the_law_is_drawn_through_the_runs_of_each_size() -> None:
         assert drawn == pytest.approx(loss[ours], rel=2e-3)
         assert np.abs(np.diff(np.log(each["loss"]))).max() < 0.06  # no cliff
     best = law_view.line(done, points)
-    assert best is not None and len(lines) == 5
+    assert best is not None and best["tokens_per_param"] is None and len(lines) == 5
     below = np.interp(np.log(points.C), np.log(best["C"]), best["loss"])
     assert (below < 0.99 * loss).all()
+
+
+def test_the_law_is_drawn_near_the_runs_where_the_best_splits_are_far() -> None:
+    """In the demo, N* is a hundredth of the smallest run; there the interval covers every loss."""
+    points = read_csv(Path(__file__).parents[1] / "scaling" / "demo.csv")
+    done = study(points, "auto", tested=True)
+    drawn = law_view.line(done, points)
+    assert drawn is not None
+    assert drawn["tokens_per_param"] == pytest.approx(np.median(points.D / points.N))
+    near = np.abs(np.log(points.D / points.N / drawn["tokens_per_param"])) < 0.2
+    expected = np.interp(np.log(points.C), np.log(drawn["C"]), drawn["loss"])
+    assert near.sum() >= 2
+    assert expected[near] == pytest.approx(points.loss[near], rel=0.03)
+    assert (np.array(drawn["high"]) < 1.25 * np.array(drawn["low"])).all()
+    assert f"{drawn['tokens_per_param']:.3g} tokens per param" in law_view.in_words(done, points)
 
 
 def test_the_page_has_the_mfu_that_the_command_prices_with() -> None:

@@ -89,7 +89,7 @@
     });
   }
 
-  // The law at the best N and D for each compute, with its interval.
+  // The law for each compute, with its interval.
   function lawTraces(fit) {
     const { line } = fit;
     if (!line) return [];
@@ -115,7 +115,11 @@
     return traces;
   }
 
-  const lawWords = (fit) => (fit.size_lines.length ? "law at the best N and D" : "law");
+  function lawWords(fit) {
+    const ratio = fit.line.tokens_per_param;
+    if (ratio != null) return `law at ${short(ratio)} tokens per parameter`;
+    return fit.size_lines.length ? "law at the best N and D" : "law";
+  }
 
   // The law of each size over its tokens, in the color of the size.
   function sizeLawTraces(fit, axis) {
