@@ -307,8 +307,11 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
     assert "odd/[/b]" in inside("evaluate", "--run", run, "--tasks", odd)
     (tmp_path / "run.json").write_text("{}")  # a run that has just started
     assert "no checkpoint yet" in inside("generate", "--run", tmp_path, "--prompt", "a", code=2)
-    with pytest.raises(ConfigError, match="neither a file nor a task"):
-        refuse_unknown(["\udcff"], None)  # a byte of the shell that is not UTF-8
+    (tmp_path / "base").write_text("doc_to_text: the a b\ntag:\n  - mine\n")  # others include it
+    refuse_unknown(["mine"], tmp_path)
+    for name in ("a b", "\udcff"):  # only mentioned; a byte of the shell that is not UTF-8
+        with pytest.raises(ConfigError, match="neither a file nor a task"):
+            refuse_unknown([name], tmp_path)
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
     assert "lm-eval: the first" in " ".join(inside("evaluate", "--help").split())
 
