@@ -364,6 +364,16 @@ def test_bad_files_are_one_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_labels_that_only_valid_has_are_refused(runs: Path, inside, tmp_path: Path) -> None:
+    """A decimal point among held-out labels does not turn the classes of --data into numbers."""
+    file = lines(tmp_path / "file.jsonl", [{"text": f"t{i}", "label": i % 2} for i in range(9)])
+    for label in (1.0, 0.5, 2):
+        valid = lines(tmp_path / "valid.jsonl", [{"text": "t", "label": label}])
+        start = ("finetune", "--run", runs / "decoder-base", "--data", file, "--valid", valid)
+        refused = inside(*start, "--out", tmp_path / "run", code=2)
+        assert f"valid.jsonl:1: label={label} is not one of" in refused
+
+
 def test_a_directory_of_the_user_is_kept(runs: Path, inside, tmp_path: Path) -> None:
     """`--out .` beside a directory that has the name of the run's corpus."""
     start = ("finetune", "--run", runs / "decoder-base", "--data", runs / "colors.jsonl")
