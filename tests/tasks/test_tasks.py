@@ -201,7 +201,7 @@ def test_a_run_is_scored_while_it_trains(run, corpus, tmp_path, inside):
         assert record["quiz/accuracy"] == after["tasks"]["quiz"]["accuracy"]
         bits = after["tasks"]["quiz"]["bits_per_byte"]
         assert record["quiz/bpb"] == pytest.approx(bits, rel=1e-4)
-    refused = {'["none.jsonl"]': "cannot be read", f'["{data}", "{data}"]': "two task files"}
+    refused = {'["none.jsonl"]': "eval.tasks: /", f'["{data}", "{data}"]': "two task files"}
     for name in ("labels", "in_context"):  # of other figures
         (tmp_path / f"{name}.jsonl").write_text(data.read_text())
         refused[f'["{tmp_path}/{name}.jsonl"]'] = f"{name} is a reserved name; rename"
