@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from launch.options import RunPath, TokenizerFile, examples
+from launch.trained import warn_of_labels
 from pipeline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ From = Annotated[str | None, Option("--from", help=_FROM)]
 _SHOTS = "File with examples, which is put before every prompt."
 Shots = Annotated[Path | None, Option(help=_SHOTS)]
 _TEMPERATURE = "Sampling temperature; 0 chooses the likeliest token."
-Temperature = Annotated[float, Option(help=_TEMPERATURE, min=0)]
+Temperature = Annotated[float, Option(help=_TEMPERATURE, min=0, max=1e6)]
 TopK = Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)]
 _TOP_P = "Sample from the likeliest tokens up to this share."
 TopP = Annotated[float, Option(help=_TOP_P, min=0, max=1)]
@@ -104,7 +105,7 @@ def generate(
     gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if gpu else torch.float32
     model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
-    _refuse_kind(config.model.stack, given)
+    _check_kind(run, config, given)
     pieces = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)
     inputs = _inputs(config, pieces, [(text, before + text) for _, text in given], from_, to)
     _check_lengths(inputs, max_new, config)
@@ -206,9 +207,12 @@ def _sources(inputs: list[Input]) -> list[list[int]] | None:
     return [one.source for one in inputs if one.source is not None] or None
 
 
-def _refuse_kind(stack: str, given: list[Given]) -> None:
+def _check_kind(run: Path, config: "RunConfig", given: list[Given]) -> None:
+    """Refuse prompts for an encoder–decoder and sources for a decoder; warn of a run for labels."""
     from pipeline.data.json_lines import shown
 
+    warn_of_labels(run, config)
+    stack = config.model.stack
     both = stack == "encoder-decoder"
     for kind, text in given:
         if both and kind == "prompt":

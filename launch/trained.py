@@ -14,6 +14,7 @@ from launch.tables import new_console, print_json, table
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pipeline.config.schema import RunConfig
     from pipeline.data.tokenizer import Tokenizer
     from pipeline.tasks.answering import Reader
     from pipeline.tasks.questions import Task
@@ -148,6 +149,7 @@ def _evaluate_tasks(
     from pipeline.tasks.answering import open_model
 
     config = run_config(run)
+    warn_of_labels(run, config)
     pieces = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)
     with open_model(run, processes or max(1, torch.cuda.device_count())) as reader:
         rows = [row for task in given for row in _rows(task, reader, pieces)]
@@ -197,6 +199,17 @@ def _refuse_options(
     if processes is not None and processes > most:
         raise ConfigError(f"--nproc {processes} is too many for this machine; use at most {most}")
     refuse_unknown(names, folder)
+
+
+def warn_of_labels(run: Path, config: "RunConfig") -> None:
+    """Warn of a run that was fine-tuned for labels alone, which may predict text badly by now."""
+    from pipeline.config.objective import Labels
+
+    objective = config.objective
+    decoder = config.model.stack == "decoder"  # commands refuse others
+    if isinstance(objective, Labels) and decoder and not objective.lm_weight:
+        text = f'{run} has objective.kind="labels", which trains no text'
+        typer.echo(f"warning: {text}; `launch finetune --lm-weight 0.5` trains both", err=True)
 
 
 def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str, float | str]]:

@@ -88,9 +88,9 @@ def split_examples(rows: Sequence[Example], share: float) -> tuple[list[Example]
 
 
 def label_names(
-    train: Sequence[Example], valid: Sequence[Example], regression: bool
+    train: Sequence[Example], valid: Sequence[Example], numbers: bool
 ) -> tuple[str, ...]:
-    """Return the classes of the training labels in order, or none if the labels are numbers."""
+    """Return the classes of the training labels in order, or none if the labels are `numbers`."""
     every = [*train, *valid]
     texts = isinstance(train[0].label, str)
     for row in every:
@@ -99,11 +99,10 @@ def label_names(
                 f"{row.where}: label={row.label!r}, but that of {train[0].where} is "
                 f"{train[0].label!r}; labels are all texts or all numbers"
             )
-    if regression and texts:
+    if numbers and texts:
         raise DataError(
             f"{train[0].where}: label={train[0].label!r} is a text; leave --regression out"
         )
-    numbers = regression or any(isinstance(row.label, float) for row in every)
     classes: list[Any] = sorted({row.label for row in train})
     if len(classes) < 2:
         text = f"every label of the {len(train)} training examples is {classes[0]!r}"
@@ -115,7 +114,8 @@ def label_names(
         return ()
     other = "held-out ones with --valid" if texts else "--regression if labels are numbers"
     for row in valid:
-        if row.label not in classes:
+        # 1.0 equals 1, but a number with a decimal point is not a class.
+        if isinstance(row.label, float) or row.label not in classes:
             raise DataError(
                 f"{row.where}: label={row.label!r} is not one of the {len(classes)} classes of the "
                 f"training examples; add such examples, or give {other}"

@@ -29,7 +29,7 @@ INSTALL = (
 
 
 def refuse_unknown(names: Sequence[str], folder: Path | None) -> None:
-    """Refuse tasks that no file of lm-eval mentions, before anything large is imported.
+    """Refuse tasks that no file of lm-eval lists, before anything large is imported.
 
     lm-eval itself takes a minute to find that out; it still checks the names that pass.
     """
@@ -37,10 +37,10 @@ def refuse_unknown(names: Sequence[str], folder: Path | None) -> None:
     if names and spec is None:
         raise ConfigError(f"--tasks {', '.join(names)}: {INSTALL}")
     unknown = {name for name in names if not set(name) & set("*?[")}  # patterns are lm-eval's
-    own = folder.rglob("*.yaml") if folder else ()
+    own = _files(folder) if folder else ()
     for path in chain(own, _shipped()) if unknown else ():
-        text = path.read_bytes() if path.is_file() else b""
-        unknown = {name for name in unknown if not _mentions(text, name)}
+        text = path.read_bytes()
+        unknown = {name for name in unknown if not _lists(text, name)}
         if not unknown:
             return
     if unknown:
@@ -51,13 +51,24 @@ def _shipped() -> Iterator[Path]:
     """Yield the files of lm-eval's own tasks."""
     spec = find_spec("lm_eval")
     for root in (spec.submodule_search_locations or ()) if spec else ():
-        yield from Path(root, "tasks").rglob("*.yaml")
+        yield from _files(Path(root, "tasks"))
 
 
-def _mentions(text: bytes, name: str) -> bool:
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield YAML files and those that they include, such as `gpqa_yaml`, which may name a tag."""
+    for path in folder.rglob("*"):
+        if path.suffix in ("", ".yaml") and path.is_file():
+            yield path
+
+
+def _lists(text: bytes, name: str) -> bool:
+    """Whether a line has only this name, as a task, group or tag or as an item of a list."""
     word = os.fsencode(name)  # a shell passes any bytes
-    # The first test is fast; there are 14,000 files.
-    return word in text and bool(re.search(rb"(?<![\w-])%b(?![\w-])" % re.escape(word), text))
+    if word not in text:  # a fast test, because there are 14,000 files
+        return False
+    before = rb"^[^\w\n]*(?:\b(?:task|group|tag)\b[^\w\n]*:|-)[^\w\n]*"
+    line = before + re.escape(word) + rb"[^\w\n]*(?:#.*)?$"
+    return bool(re.search(line, text, re.MULTILINE))
 
 
 def _directories(names: Sequence[str]) -> list[Path]:

@@ -137,8 +137,11 @@ def _objective(
     if weight and stack == "encoder":
         text = f"--lm-weight {weight} needs a decoder: an encoder sees the tokens to predict"
         raise ConfigError(f"{text}; remove it")
+    # Only the file of --data decides, because its labels are learned.
+    examples = train if asked.valid else [*train, *valid]
+    numbers = asked.regression or any(isinstance(row.label, float) for row in examples)
     return Labels(
-        names=rows.label_names(train, valid, asked.regression),
+        names=rows.label_names(train, valid, numbers),
         reads="first" if stack == "encoder" else "last",
         lm_weight=weight,
         special=before.objective.special_ids,

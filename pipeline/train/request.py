@@ -19,7 +19,7 @@ from pipeline.config.shape import Model
 from pipeline.config.spans import Denoise
 from pipeline.data.corpus import Corpus
 from pipeline.data.pairs import check_pairs
-from pipeline.errors import ConfigError, RunError
+from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.planner.check import Resized, check_one_micro_batch, fit_to_devices
 from pipeline.planner.memory import DeviceMemory
 from pipeline.runs.directory import RunDir, facts, same_tokenizer
@@ -226,7 +226,7 @@ def _continue(request: Request, devices: Devices) -> PlannedRun:
         raise ConfigError("--size is missing; `launch show --sizes` lists all sizes")
     if request.out is None or not RunDir(request.out).exists:
         given = "no run" if request.out is None else f"{request.out}, which is not a run"
-        raise RunError(f"--resume got {given}; give the --out of a run, or --size for a new one")
+        raise RunError(f"--resume got {given}; give the --out of a run, or remove --resume")
     run = RunDir(request.out)
     # The shards may be at another path now; the hash of their manifest must be the same.
     moved = {} if request.data is None else {"data": {"dir": str(request.data)}}
@@ -288,19 +288,31 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         other = getattr(spec.data, key)
         if other != value:
             raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
-    if request.init is not None and spec.init != layer.get("init"):
-        raise ConfigError(f"init={spec.init} is not the run of --init or --run; remove it")
+    if spec.init != layer.get("init"):
+        raise ConfigError(f"init={spec.init} is not the run of --init or --run; give it there")
+    if spec.lora is not None and spec.init is None:
+        text = f"lora.rank={spec.lora.rank} trains adapters of weights that would stay random"
+        raise ConfigError(f"{text}; give a run with --init, or remove it")
     _check_corpus(corpus, spec)
     if before is not None:
         _check_weights(spec.model, before.model, f"--init {request.init}")
         if spec.init is not None:  # None: `launch finetune --scratch`
             check_initial_weights(spec.model, start)
-    # Absolute, because a job may start in another directory; and readable, before anything starts.
+    tasks = _task_files(spec)
+    return spec.model_copy(update={"eval": spec.eval.model_copy(update={"tasks": tasks})})
+
+
+def _task_files(spec: RunSpec) -> tuple[str, ...]:
+    """Return absolute paths, because a job may start in another directory; refuse bad files."""
     tasks = tuple(str(Path(file).absolute()) for file in spec.eval.tasks)
-    for task in read_tasks(tasks):
+    try:
+        found = read_tasks(tasks)
+    except DataError as error:
+        raise DataError(f"eval.tasks: {error}") from None
+    for task in found:
         if task.name in ("labels", "in_context"):  # other figures in the log begin with these
             raise ConfigError(f"eval.tasks: {task.name} is a reserved name; rename the file")
-    return spec.model_copy(update={"eval": spec.eval.model_copy(update={"tasks": tasks})})
+    return tasks
 
 
 def _check_weights(own: Model, weights: Model, source: str) -> None:

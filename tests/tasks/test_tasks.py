@@ -201,7 +201,7 @@ def test_a_run_is_scored_while_it_trains(run, corpus, tmp_path, inside):
         assert record["quiz/accuracy"] == after["tasks"]["quiz"]["accuracy"]
         bits = after["tasks"]["quiz"]["bits_per_byte"]
         assert record["quiz/bpb"] == pytest.approx(bits, rel=1e-4)
-    refused = {'["none.jsonl"]': "cannot be read", f'["{data}", "{data}"]': "two task files"}
+    refused = {'["none.jsonl"]': "eval.tasks: /", f'["{data}", "{data}"]': "two task files"}
     for name in ("labels", "in_context"):  # of other figures
         (tmp_path / f"{name}.jsonl").write_text(data.read_text())
         refused[f'["{tmp_path}/{name}.jsonl"]'] = f"{name} is a reserved name; rename"
@@ -307,8 +307,11 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
     assert "odd/[/b]" in inside("evaluate", "--run", run, "--tasks", odd)
     (tmp_path / "run.json").write_text("{}")  # a run that has just started
     assert "no checkpoint yet" in inside("generate", "--run", tmp_path, "--prompt", "a", code=2)
-    with pytest.raises(ConfigError, match="neither a file nor a task"):
-        refuse_unknown(["\udcff"], None)  # a byte of the shell that is not UTF-8
+    (tmp_path / "base").write_text("doc_to_text: the a b\ntag:\n  - mine\n")  # others include it
+    refuse_unknown(["mine"], tmp_path)
+    for name in ("a b", "\udcff"):  # only mentioned; a byte of the shell that is not UTF-8
+        with pytest.raises(ConfigError, match="neither a file nor a task"):
+            refuse_unknown([name], tmp_path)
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
     assert "lm-eval: the first" in " ".join(inside("evaluate", "--help").split())
 

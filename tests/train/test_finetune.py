@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from launch.trained import warn_of_labels
 from pipeline.checkpoint.restore import Weights, load_model, newest, run_config
 from pipeline.config.layers import load
 from pipeline.config.objective import LABEL_DIGITS, Labels
@@ -169,12 +170,22 @@ def test_an_easy_task_is_learned(runs: Path, corpus: Path, inside) -> None:
     assert json.loads(out)["ended"]
 
 
+def test_text_of_a_run_that_learned_labels_alone_has_a_warning(runs: Path, capsys) -> None:
+    for task, warned in {"lora": True, "classes": False, "answers": False}.items():
+        run = runs / task / "one"
+        warn_of_labels(run, run_config(run))
+        assert ('objective.kind="labels"' in capsys.readouterr().err) == warned
+
+
 def test_runs_that_cannot_serve_are_refused_before_anything_is_written(
     runs: Path, corpus: Path, inside
 ) -> None:
     begin = ("finetune", "--run", runs / "lora" / "one", "--data", runs / "colors.jsonl")
     assert "was trained with LoRA" in inside(*begin, "--out", runs / "again", code=2)
     assert not (runs / "again").exists()
+    begin = ("pretrain", *PRETRAIN, "--data", corpus, "--recipe", "adamw", "--out", runs / "again")
+    for value in ("lora.rank=2", f"init={runs / 'decoder-base'}"):
+        assert inside(*begin, "--set", value, code=2).startswith(f"error: {value}")
     begin = ("pretrain", "--init", runs / "classes" / "one", "--data", corpus, "--steps", 1)
     remedy = ("objective.kind=causal", "model.seq=64", "model.row_classes=0")
     asked = inside(*begin, "--out", runs / "again", code=2)
@@ -362,6 +373,16 @@ def test_bad_files_are_one_line(
     start = ("finetune", "--run", runs / "decoder-base", "--data", file, "--valid-share", 0.5)
     assert message in inside(*start, "--out", tmp_path / "run", *options, code=2)
     assert not (tmp_path / "run").exists()
+
+
+def test_labels_that_only_valid_has_are_refused(runs: Path, inside, tmp_path: Path) -> None:
+    """A decimal point among held-out labels does not turn the classes of --data into numbers."""
+    file = lines(tmp_path / "file.jsonl", [{"text": f"t{i}", "label": i % 2} for i in range(9)])
+    for label in (1.0, 0.5, 2):
+        valid = lines(tmp_path / "valid.jsonl", [{"text": "t", "label": label}])
+        start = ("finetune", "--run", runs / "decoder-base", "--data", file, "--valid", valid)
+        refused = inside(*start, "--out", tmp_path / "run", code=2)
+        assert f"valid.jsonl:1: label={label} is not one of" in refused
 
 
 def test_a_directory_of_the_user_is_kept(runs: Path, inside, tmp_path: Path) -> None:
