@@ -110,7 +110,7 @@ def forecast(
     scored = None
     if task is not None:
         scored, data = skill.forecast(task, chance, found, done, made, data["warnings"])
-    data |= _recipe_and_cost(made, recipe, ladder, sets or [], site, gpus or 8, size)
+    data |= _recipe_and_cost(made, recipe, ladder, sets or [], site, gpus or 8, size, data)
     if register:
         folder = forecasts or forecasts_beside(runs, experiment, points)
         _register(folder, scored or made, record.fit_of(done, rows, found), runs, experiment, data)
@@ -125,7 +125,9 @@ def _recipe_and_cost(
     site: "Site | None",
     gpus: int,
     size: str | None,
+    data: dict[str, Any],
 ) -> dict[str, Any]:
+    """Return the recipe and its cost; add a warning to `data` if the cost is assumed."""
     from pipeline.config.layers import as_sets
     from pipeline.scaling import decide
 
@@ -137,6 +139,8 @@ def _recipe_and_cost(
     if site is not None:
         exact = (size, ladder.arch, [*as_sets(shared), *sets]) if size else ()
         found["cost"] = decide.cost([(run.C, run.N) for run in made], site, gpus, *exact)
+        if size:
+            data["warnings"] += decide.unplanned(found["cost"], size, site)
     return found
 
 
@@ -244,7 +248,7 @@ def _place(
 
     # Exactly one way to name the target. No pattern matches two of them together.
     match size, params, flops, target_loss, targets:
-        case None, float(), None, None, None if tokens:
+        case None, float(), None, None, None if tokens is not None:
             N = _checked("params", params)
             return partial(predict.at_sizes, N=N, D=_checked("tokens", tokens))
         case None, None, float(), None, None if tokens is None:
@@ -261,6 +265,8 @@ def _place(
     names = ("--size", "--params", "--flops", "--target-loss", "--targets")
     named = [name for name, value in zip(names, values, strict=True) if value is not None]
     problem = f"{' and '.join(named)} name {len(named)} targets; " if len(named) > 1 else ""
+    if tokens is not None and len(named) == 1:
+        problem = f"--tokens {tokens:g} does not go with {named[0]}, which sets the length; "
     raise ConfigError(
         f"{problem}give one of --size S, --params N with --tokens D, --flops C, --target-loss L or "
         f"--targets FILE.csv"

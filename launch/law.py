@@ -165,8 +165,10 @@ def score(
     # Raises if a file does not match its digest: a forecast is never edited.
     found = record.registered(folder)
     if not found:
+        problem = "has no forecast" if folder.is_dir() else "is not a directory"
         raise ConfigError(
-            f"forecasts={folder} is empty; make one with `launch forecast … --register`"
+            f"forecasts={folder} {problem}; make one with `launch forecast … --register`, or give "
+            f"its directory with --forecasts"
         )
     scores = record.score(found, finished)
     # Of 95% intervals about 95 in 100 should contain their run.

@@ -9,7 +9,7 @@ from pipeline.scaling.backtest import Backtest, backtest
 from pipeline.scaling.fitting import Fit, fit
 from pipeline.scaling.laws import LAWS, Law
 from pipeline.scaling.points import Points, runs_across
-from pipeline.scaling.quality import repeats
+from pipeline.scaling.quality import repeats, unit_warnings
 from pipeline.units import count, power
 
 SPARE = 2  # a law is determined only by this many more points than it has parameters
@@ -23,9 +23,10 @@ def check(points: Points) -> None:
     """Refuse points to which no law can be fitted."""
     if len(points) < 2:
         gone = f" ({len(points.dropped)} left out: {points.dropped[0]} …)" if points.dropped else ""
+        remedy = "correct these rows, or " if gone else ""
         raise DataError(
             f"points={len(points)}{gone}: a law needs at least two finished runs of different "
-            f"compute; train {runs_across(points)}"
+            f"compute; {remedy}train {runs_across(points)}"
         )
     if points.C.max() < 1.5 * points.C.min():
         raise DataError(
@@ -38,10 +39,14 @@ def check(points: Points) -> None:
     early = points.loss[order[:third]].min()
     late = points.loss[order[-third:]].min()
     if late >= early:
+        wrong_units = unit_warnings(points)
+        remedy = (
+            f"look for runs that diverged or stopped early and for losses in another unit, or "
+            f"train {points.run[order[-1]]} again at a lower learning rate"
+        )
         raise DataError(
             f"loss does not fall with compute (best {early:.4g} at the smallest budgets, "
-            f"{late:.4g} at the largest): look for runs that diverged or stopped early, and "
-            f"train {points.run[order[-1]]} again at a lower learning rate"
+            f"{late:.4g} at the largest): {wrong_units[0] if wrong_units else remedy}"
         )
 
 

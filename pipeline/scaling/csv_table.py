@@ -2,7 +2,8 @@
 
 import csv
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,15 @@ from pipeline.errors import DataError
 
 OPTIONAL = ("C", "experts", "unique")
 LONG_TEXT = 80  # characters of an error; a convention is a sentence, and a tokenizer a digest
+# Words in names of columns that may hold what is read under another name.
+MEANT = {
+    **dict.fromkeys(("c", "flop", "flops", "compute"), "C"),
+    **dict.fromkeys(("expert", "experts"), "experts"),
+    **dict.fromkeys(("u", "unique", "distinct"), "unique"),
+    **dict.fromkeys(("vocab", "vocabulary"), "vocab"),
+}
+EPOCHS = {"epoch", "epochs", "passes", "repeats", "repetitions"}
+CYRILLIC = {0x0421: "C", 0x0441: "c"}  # looks like C and is on other keyboards
 LINE = ""  # key of a row's line in its file, which differs from its number after blank lines
 
 
@@ -34,6 +44,12 @@ def read_table(path: Path, required: Sequence[str], key: str = "points") -> list
         raise DataError(f"{key}={path} cannot be read ({why}); give a CSV file") from None
     except (UnicodeDecodeError, csv.Error):
         raise DataError(f"{key}={path} is not a CSV text file") from None
+    for row, line in ((names, 1), *cells):
+        # The name of a run may begin with such a sign too.
+        a_name = line > 1 and len(row) == len(names) and names[0] not in required
+        if row and row[0].lstrip().startswith(("#", "//")) and not a_name:
+            text = f"{path}:{line}: {row[0].strip()[:LONG_TEXT]!r} is a comment"
+            raise DataError(f"{text}; remove it, or the sign that begins it")
     missing = [key for key in required if key not in names]
     if missing:
         problem = f"{path}: columns {missing} are missing (found {listed(names) or 'none'})"
@@ -48,14 +64,19 @@ def read_table(path: Path, required: Sequence[str], key: str = "points") -> list
             raise DataError(f"{path}:{line}: a cell contains whole rows; close the quote before it")
         # `1,000,000` would put each group of digits into a separate cell.
         if any(text.strip() for text in row[len(names) :]) or len(row) < len(names):
-            raise DataError(
-                f"{path}:{line}: {len(row)} cells under {len(names)} columns; write numbers "
-                f"without thousands separators, and a comma for each empty cell"
-            )
+            remedy = "write numbers without thousands separators and with decimal points"
+            if len(row) < len(names):
+                remedy = "separate cells by commas, and write a comma for each empty cell"
+            text = f"{path}:{line}: {len(row)} cells under {len(names)} columns"
+            raise DataError(f"{text}; {remedy}")
     return [
-        dict(zip(names, map(str.strip, row), strict=False)) | {LINE: str(line)}
-        for row, line in cells
+        dict(zip(names, map(_plain, row), strict=False)) | {LINE: str(line)} for row, line in cells
     ]
+
+
+def _plain(text: str) -> str:
+    """Return a cell without control characters, with which a name could move the cursor."""
+    return re.sub(r"[\x00-\x1f\x7f]", " ", text).strip()
 
 
 def _holds_rows(text: str, columns: int) -> bool:
@@ -93,8 +114,30 @@ def _column(path: Path, rows: Sequence[dict[str, str]], key: str) -> npt.NDArray
         try:
             values.append(float(text))
         except ValueError:
-            remedy = "55% as 0.55" if key == "task_accuracy" else "it as 1e6 or 1000000"
+            remedy = {"task_accuracy": "55% as 0.55", "loss": "a number such as 3.25"}.get(key)
+            remedy = remedy or "it as 1e6 or 1000000"
             name = key.removeprefix("task_")
             problem = f"{path}:{row[LINE]}: {name}={text[:LONG_TEXT]!r} is not a number"
             raise DataError(f"{problem}; write {remedy}") from None
     return np.array(values)
+
+
+def unread_columns(rows: Sequence[dict[str, str]], read: Collection[str]) -> list[str]:
+    """Warn about columns with a name like one that is read, or that show repeated data."""
+    found = []
+    for name in rows[0].keys() - set(read) - {LINE}:
+        words = re.findall("[a-z]+", name.translate(CYRILLIC).lower())
+        kinds = {row[name] for row in rows}
+        meant = {MEANT[word] for word in words if word in MEANT}
+        meant |= {key for key in read if key.lower() == name.lower()}
+        for key in sorted(meant - rows[0].keys()):
+            if key != "vocab" or len(kinds) > 1:
+                text = f"The column `{name}` is not read; rename it to `{key}` if that is what it"
+                found.append(f"{text} holds.")
+        repeated = any(is_number(kind) and float(kind) > 1 for kind in kinds)
+        if repeated and EPOCHS & set(words) and "unique" not in rows[0]:
+            found.append(
+                f"The column `{name}` is not read, so repeated tokens count like new ones; give "
+                f"the distinct tokens of each row in a column `unique`."
+            )
+    return sorted(found)

@@ -143,13 +143,14 @@ def least_cost(study: Study, target: float, demand: Demand) -> float:
     if not target > floor * (1 + 1e-6):
         data = f" on {count(demand.unique)} distinct tokens" if demand.unique else ""
         note = ", an estimate"
+        fewer = " or fewer --inference-tokens" if demand.served else ""
         interval = study.parameters().get("E", {"low": math.nan, "high": math.nan})
-        # On limited data, the lowest loss is not E.
-        if demand.unique is None and math.isfinite(interval["low"] + interval["high"]):
+        # On limited data, or with inference to pay for, the lowest loss is not E.
+        if demand == Demand() and math.isfinite(interval["low"] + interval["high"]):
             note += f" (95% interval of E: {interval['low']:.4g} to {interval['high']:.4g})"
         raise ConfigError(
             f"target_loss={target:g} is out of reach: by this law no run{data} gets below "
-            f"{floor:.4g}{note}; choose a higher loss"
+            f"{floor:.4g}{note}; choose a higher loss{fewer}"
         )
     if target > loss(low):
         text = f"target_loss={target:g} is above every loss that the law describes"
@@ -207,6 +208,8 @@ def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
 
 def priced(cluster: str) -> Cluster:
     """Load a cluster, and refuse it if its speed is unknown."""
+    if not cluster:  # an unset shell variable
+        raise ConfigError("cluster='' is empty; give a name in configs/cluster, or a TOML file")
     found = load_cluster(cluster)
     if found.peak_flops is None:
         raise ConfigError(
@@ -244,6 +247,16 @@ def cost(
     if site.usd_per_gpu_hour is not None:
         found["usd"] = hours * site.usd_per_gpu_hour
     return found
+
+
+def unplanned(cost: dict[str, Any], size: str, site: Cluster) -> list[str]:
+    """Return a warning about a size that does not fit on these GPUs, so that its MFU is assumed."""
+    if site.rates is None or cost["mfu_from"] == "planner":
+        return []
+    return [
+        f"gpus={cost['gpus']}: the planner has no layout of {size} with this batch on so many "
+        f"{site.name}: hours and price assume an MFU of {MFU:g}."
+    ]
 
 
 @cache

@@ -57,7 +57,7 @@ class UnitFlops:
 def at(points: Points, C: Array, N: Array, D: Array, **columns: Any) -> Points:
     """Places without a loss, in the convention of these points; `columns`: run, experts, unique."""
     loss = np.full_like(C, np.nan)
-    given = {"run": ("",) * len(C), "experts": None, "unique": None, **columns}
+    given = {"run": ("",) * len(C), "experts": None, "unique": None, "warnings": (), **columns}
     return replace(points, C=C, N=N, D=D, loss=loss, accuracy=None, dropped=(), **given)
 
 
@@ -152,6 +152,7 @@ def isoflop(points: Points, method: Method = "akima") -> Minima:
 
     Akima's spline follows the valley; a parabola that is not centered biases D* by 4–35%.
     """
+    law = "isoflop" if method == "akima" else method
     budgets = budgets_of(points)
     rows: list[Minimum] = []
     notes: list[str] = []
@@ -159,7 +160,7 @@ def isoflop(points: Points, method: Method = "akima") -> Minima:
         C = float(np.median(group.C))
         if group.C.max() > UNEQUAL * group.C.min():
             raise DataError(
-                f"law=isoflop needs runs of equal compute, but from {group.C.min():.2g} to "
+                f"law={law} needs runs of equal compute, but from {group.C.min():.2g} to "
                 f"{group.C.max():.2g} FLOPs they are spread without a gap; plan budgets with "
                 f"`launch sweep plan`, or choose --law chinchilla"
             )
@@ -173,7 +174,7 @@ def isoflop(points: Points, method: Method = "akima") -> Minima:
     # Two minima always lie on a line, so at least three are needed.
     if len(rows) < 3:
         raise DataError(
-            f"law=isoflop needs a valley in three budgets and found {len(rows)} in {len(budgets)}; "
+            f"law={law} needs a valley in three budgets and found {len(rows)} in {len(budgets)}; "
             f"add runs on both sides of the best N of each "
             f"({'; '.join(notes[:3]) or 'too few budgets'})"
         )

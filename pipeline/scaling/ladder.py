@@ -146,7 +146,8 @@ def recipe_of(
         "train.batch_tokens": train.batch_tokens,
     }
     every = {text.partition("=")[0]: text for text in (*given, *sets, *as_sets(spelled))}
-    every.pop("train.tokens_per_param", None)  # --steps replaces it
+    for length in ("tokens_per_param", "tokens", "flops", "steps"):
+        every.pop(f"train.{length}", None)  # --steps replaces it
     words = ["launch", "pretrain", "--size", size, "--arch", config.model.arch]
     words += ["--data", ladder.data or "DATA"]
     words += ["--steps", str(train.steps)]

@@ -11,7 +11,15 @@ import numpy.typing as npt
 from pipeline.errors import DataError
 from pipeline.runs.history import RECIPE_KEYS, Run
 from pipeline.runs.log import Record
-from pipeline.scaling.csv_table import LINE, OPTIONAL, is_number, listed, read_columns, read_table
+from pipeline.scaling.csv_table import (
+    LINE,
+    OPTIONAL,
+    is_number,
+    listed,
+    read_columns,
+    read_table,
+    unread_columns,
+)
 from pipeline.units import count, parse_count, power
 
 Array = npt.NDArray[np.float64]
@@ -216,18 +224,9 @@ def scored_runs(runs: Sequence[Run], task: str) -> list[Run]:
 
 def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
     """Warn about columns that are not read but have a name like one that is, or divide the rows."""
-    known = {key.lower(): key for key in (*OPTIONAL, *ONE_KIND, "run")}
-    known |= {"flops": "C", "compute": "C", "expert": "experts", "unique_tokens": "unique"}
-    unread = [
-        (name, known[name.lower()])
-        for name in rows[0]
-        if name.lower() in known and name not in known.values()
-    ]
-    warnings = [
-        f"The column `{name}` is not read; rename it to `{key}` if that is what it holds."
-        for name, key in unread
-    ]
-    for name in rows[0].keys() - known.values() - set(FIGURES):
+    known = {*OPTIONAL, *ONE_KIND, "run"}
+    warnings = unread_columns(rows, known | set(FIGURES))
+    for name in rows[0].keys() - known - set(FIGURES):
         kinds = {row[name] for row in rows}
         # Words that several rows share name groups of runs; numbers may be settings of each run.
         words = not any(is_number(kind) for kind in kinds)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from pipeline.errors import ConfigError
 from pipeline.planner.recipe import rate_and_batch
 from pipeline.scaling import decide
-from pipeline.scaling.csv_table import LINE, read_columns, read_table
+from pipeline.scaling.csv_table import LINE, OPTIONAL, read_columns, read_table, unread_columns
 from pipeline.scaling.frontier import UnitFlops, at
 from pipeline.scaling.ladder import Ladder, Recipe
-from pipeline.scaling.points import Array, Points
+from pipeline.scaling.points import ONE_KIND, Array, Points
 from pipeline.scaling.quality import MIXED_COUNTS
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
@@ -28,6 +28,7 @@ REPEATED = 1.05  # passes over the data; fewer repeats do not matter
 SAME_LOSS = 1.0005  # ratio of losses that make no difference
 FAR = 10.0  # times the largest N, D or D / N of the runs, or below the smallest
 NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
+KINDS = ("arch", "vocab")  # of targets and points, which have to agree
 OFF_FRONTIER = 1.5  # largest ratio of N to the best N; the loss changes by less than 0.3% there
 
 
@@ -52,9 +53,9 @@ def at_sizes(study: Study, N: float, D: float) -> Points:
 
 
 def read_targets(path: Path) -> dict[str, Any]:
-    """Read columns N, D and, if present, C, run, experts, unique, arch."""
+    """Read columns N, D and, if present, C, run, experts, unique, arch, vocab."""
     rows = read_table(path, ("N", "D"), "targets")
-    found = read_columns(path, rows, ("N", "D"))
+    found: dict[str, Any] = {**read_columns(path, rows, ("N", "D"))}
     for key, values in found.items():
         wrong = [row for row, value in zip(rows, values, strict=True) if not 0 < value < MOST]
         if wrong:
@@ -63,9 +64,13 @@ def read_targets(path: Path) -> dict[str, Any]:
                 f"targets={path}:{wrong[0][LINE]}: {key}={cell} must be a number above zero and "
                 f"below {MOST:g}, such as 1e9"
             )
-    kinds = sorted({row["arch"] for row in rows if row.get("arch")})
-    arch = {"arch": ", ".join(kinds)} if kinds else {}
-    return {**found, **arch, "run": tuple(row.get("run") or "" for row in rows)}
+    for key in KINDS:
+        kinds = sorted({row[key] for row in rows if row.get(key)})
+        if kinds and (key != "vocab" or kinds[0].isdigit()):  # our own points.csv has a digest
+            found[key] = ", ".join(kinds)
+    found["run"] = tuple(row.get("run") or "" for row in rows)
+    found["warnings"] = tuple(unread_columns(rows, ("N", "D", *OPTIONAL, *KINDS)))
+    return found
 
 
 def at_targets(study: Study, targets: dict[str, Any]) -> Points:
@@ -271,7 +276,7 @@ def _repeated(study: Study, run: Forecast, unique: float) -> list[str]:
 def _misfits(study: Study, targets: Points) -> list[str]:
     """Return warnings about targets in other units than the points, or columns without effect."""
     points = study.fit.points
-    found = []
+    found = list(targets.warnings)
     below = float(points.C.min() / targets.C.min())
     if below > PROVEN_REACH:
         found.append(
@@ -282,11 +287,12 @@ def _misfits(study: Study, targets: Points) -> list[str]:
     each = targets.C / (targets.N * targets.D) / UnitFlops.of(points).each(targets.N)
     if ((each > MIXED_COUNTS) | (each < 1 / MIXED_COUNTS)).any():
         found.append("C / (N·D) of the targets is not that of the points: is their C right?")
-    if None not in (points.arch, targets.arch) and targets.arch != points.arch:
-        found.append(
-            f"The targets are of arch={targets.arch} and the law of arch={points.arch}: a law "
-            f"describes one architecture."
-        )
+    for key in KINDS:
+        fitted, asked = (getattr(one, key) for one in (points, targets))
+        if None not in (fitted, asked) and str(asked) != str(fitted):
+            found.append(
+                f"The targets are of {key}={asked} and the law of {key}={fitted}: {ONE_KIND[key]}."
+            )
     for key, law in (("experts", "moe"), ("unique", "data-constrained")):
         if getattr(targets, key) is not None and study.name != law:
             found.append(

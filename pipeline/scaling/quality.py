@@ -24,6 +24,7 @@ TOKENS_PER_PARAMETER = (0.02, 2e5)
 # No ladder has only runs outside of these: its N and D are swapped, or one of them is in thousands.
 LADDER_TOKENS_PER_PARAMETER = (1.0, 1000.0)
 MOST_EPOCHS = 1e4  # published runs have up to 1,500 (arXiv 2305.16264)
+LEAST_EPOCHS = 50.0  # at least one run of a ladder has fewer
 LONE_GAP = 8.0  # between the tokens per parameter of one run and of all others
 UNIT_GAP = 100.0  # between two groups of tokens per parameter; units differ by 1000×
 # C / (N·D) is 6 without attention. Small models with a large head or a long context have more, and
@@ -34,7 +35,10 @@ FLOPS_PER_PARAMETER_TOKEN = (3.0, 100.0)
 MIXED_COUNTS = 10.0
 MIXED_IN_SIZE = 1.5
 TWIN = 3e-4  # relative difference of two losses; those of two random seeds differ by ten times this
+TWIN_TOKENS = 0.02  # relative difference of the tokens of copies, one of them rounded
 MOST_TWINS = 0.25  # share of rows
+ROUNDED = 0.3  # share of losses that are whole tenths; of two decimals a tenth are
+FEW = 10  # losses; more of fewer are whole tenths by chance
 WORSE = 0.03  # relative; noise between seeds is a tenth of it
 SAMPLE = 1500  # points in the pairwise comparison, which takes their square in memory
 NOISE = 0.02  # relative; ladders of one recipe scatter 0.2 to 1% around a law
@@ -206,7 +210,7 @@ def unit_warnings(points: Points) -> list[str]:
         warnings += _lone_warnings(points, ratio)
     if points.unique is not None:
         epochs = points.D / points.unique
-        odd = np.flatnonzero(epochs > MOST_EPOCHS)
+        odd = np.flatnonzero(epochs > (MOST_EPOCHS if epochs.min() < LEAST_EPOCHS else 1))
         if len(odd):
             warnings.append(
                 f"{_rows(points, odd)}: {epochs[odd[0]]:.2g} passes over unique = "
@@ -263,20 +267,28 @@ def _count_warnings(points: Points) -> list[str]:
 
 def _twin_warnings(points: Points) -> list[str]:
     """Warn if many rows are nearly copies of others, which would make intervals too narrow."""
-    # Sorted, a twin is next to its original.
-    every = points.take(np.lexsort((points.loss, points.D, points.N)))
-    same = (every.N[1:] == every.N[:-1]) & (every.D[1:] == every.D[:-1])
-    same &= every.loss[1:] < every.loss[:-1] * (1 + TWIN)
-    for column in (every.experts, every.unique):
-        if column is not None:
-            same &= column[1:] == column[:-1]
-    twins = [i for i in np.flatnonzero(same) if every.run[i] != every.run[i + 1]]
-    if len(twins) <= MOST_TWINS * len(points):
+    found: list[tuple[str, str]] = []
+    for keys in (("N", "D"), ("N",), ("D",)):
+        # Sorted, a twin is next to its original.
+        order = np.lexsort((points.loss, *(points.columns[key] for key in reversed(keys))))
+        every = points.take(order)
+        off = {key: np.abs(x[1:] / x[:-1] - 1) for key, x in every.columns.items()}
+        same = off[keys[0]] == 0
+        if len(keys) > 1:
+            same &= (off["D"] < TWIN_TOKENS) & (off["loss"] < TWIN)
+        else:  # with another D or N, only the same digits are no coincidence
+            same &= off["loss"] == 0
+        for key in off.keys() & {"experts", "unique"}:
+            same &= off[key] == 0
+        twins = [(every.run[i], every.run[i + 1]) for i in np.flatnonzero(same)]
+        twins = [(one, other) for one, other in twins if one != other]
+        found = max(found, twins, key=len)
+    if len(found) <= MOST_TWINS * len(points):
         return []
     return [
-        f"{len(twins)} of {len(points)} rows have the N, D and nearly the loss of another row, "
-        f"such as {every.run[twins[0]]} and {every.run[twins[0] + 1]}: if they are copies of one "
-        f"run, intervals are too narrow; keep one of them."
+        f"{len(found)} of {len(points)} rows have the N or D and nearly the loss of another row, "
+        f"such as {found[0][0]} and {found[0][1]}: if they are copies of one run, intervals are "
+        f"too narrow; keep one of them."
     ]
 
 
@@ -284,10 +296,15 @@ def _gap(values: Array) -> tuple[float, float] | None:
     """Return the widest gap between values, if it is too wide for one grid of runs."""
     ordered = np.sort(values)
     steps = ordered[1:] / ordered[:-1]
-    if not len(steps) or steps.max() < UNIT_GAP:
+    if not len(steps):
         return None
     at = int(np.argmax(steps))
-    return float(ordered[at]), float(ordered[at + 1])
+    low = float(ordered[at])
+    high = float(ordered[at + 1])
+    # Rows of one size in thousands have all its lengths, so that the gap is below 1000.
+    back = np.median(ordered[at + 1 :]) / 1000
+    in_thousands = steps[at] > UNIT_GAP / 3 and ordered[0] <= back <= low
+    return (low, high) if steps[at] >= UNIT_GAP or in_thousands else None
 
 
 def _rows(points: Points, rows: npt.NDArray[np.intp]) -> str:
@@ -313,6 +330,14 @@ def _loss_warnings(points: Points) -> list[str]:
             f"Half of the losses are above {median:.3g}, but a model that knows only how frequent "
             f"each token is reaches about {UNTRAINED_LOSS}: are these perplexities? Give nats "
             f"per token (the logarithm of the perplexity)."
+        )
+    tenths = int((np.round(points.loss, 1) == points.loss).sum())
+    if len(points) > 2 and not (points.loss % 1).any():
+        warnings.append("All losses are whole numbers: did a decimal comma split their cells?")
+    elif len(points) >= FEW and tenths > ROUNDED * len(points):
+        warnings.append(
+            f"{tenths} of {len(points)} losses are whole tenths, which moves N* and D* by more "
+            f"than the noise of runs: give three decimals or more."
         )
     if len(points) > 2 and points.loss.max() < 1.0001 * points.loss.min():
         warnings.append("All losses are equal: these points do not show any effect of N or D.")

@@ -108,8 +108,8 @@ def _is_complete(content: dict[str, Any]) -> bool:
         case {"time": time, "forecast": dict(one), "fit": {"points": {"used": int(used)}}}:
             value = "loss" if one.get("task") is None else "accuracy"
             amounts = [used, *(_number(one.get(key)) for key in ("N", "D", "C", value))]
-            low, high = (_number(one.get(key)) for key in ("low", "high"))
-            in_order = math.isfinite(_number(time)) and 0 <= low <= high < math.inf
+            low, middle, high = (_number(one.get(key)) for key in ("low", value, "high"))
+            in_order = math.isfinite(_number(time)) and 0 <= low <= middle <= high < math.inf
             above_zero = all(0 < amount < math.inf for amount in amounts)
             return above_zero and in_order and isinstance(one.get("task"), str | None)
     return False
@@ -165,8 +165,10 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
                     landed = landed or {"run": run.name}
                 continue
             # Only a forecast that is older than its run counts.
-            # A run without events has an unknown start, so its forecast does not count either.
-            began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
+            # A damaged log may lack the first event. A run without any record has an unknown start,
+            # so its forecast does not count either.
+            first = (*run.events, *run.steps[:1], *run.evals[:1])
+            began = min((float(record.get("time", 0)) for record in first), default=0.0)
             landed = {
                 "run": run.name,
                 "measured": measured,

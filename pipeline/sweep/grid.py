@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from pipeline.config.layers import CONFIGS, load, names, nearest, read_toml, validate
+from pipeline.config.dump import dotted
+from pipeline.config.layers import CONFIGS, load, names, nearest, parse_set, read_toml, validate
 from pipeline.config.optimizer import MuonSpec, WSDSpec
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import RunSpec
@@ -46,7 +47,8 @@ OWN_KEYS = {
     "train.flops": "budgets",
     "train.tokens_per_param": "tokens_per_param",
 }
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, lt=1e40)]  # products of larger numbers would overflow
+Name = Annotated[str, Field(min_length=1)]  # an empty one would count as none in some places
 Best = Callable[[float], float]  # N*(C) of an earlier fit
 
 
@@ -63,7 +65,7 @@ class Sweep(Frozen):
 
     kind: Literal["isoflop", "ladder"]
     experiment: Annotated[str, Field(pattern=r"^[\w-][\w.-]{0,63}$")]  # a directory, but not `..`
-    arch: str = "dense"
+    arch: Name = "dense"
     budgets: tuple[Positive, ...] = ()  # FLOPs of each valley of an isoFLOP grid
     # The sizes of a ladder, or those to choose from for an isoFLOP grid; empty means all.
     sizes: tuple[str, ...] = ()
@@ -74,9 +76,9 @@ class Sweep(Frozen):
     # Sizes of a budget range from N*/wide to N*·wide.
     wide: Annotated[float, Field(ge=2, allow_inf_nan=False)] = 8.0
     set: tuple[str, ...] = ()  # settings of every run
-    data: str | None = None  # prepared data, which also determines the vocabulary
+    data: Name | None = None  # prepared data, which also determines the vocabulary
     nproc: Annotated[int, Field(ge=1)] = 1  # processes per run, one per GPU
-    cluster: str | None = None  # in configs/cluster; without one, runs are planned for CPUs
+    cluster: Name | None = None  # in configs/cluster; without one, runs are planned for CPUs
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,22 @@ def read(name: str | Path) -> Sweep:
         )
     if len(set(sweep.sizes)) < len(sweep.sizes):
         raise ConfigError(f"sizes={list(sweep.sizes)} in {path}: a size occurs twice; remove one")
-    for text in sweep.set:
-        key = text.partition("=")[0].strip()
-        if key in OWN_KEYS:  # the runs would not be those that were planned
-            raise ConfigError(
-                f"set={text} in {path}: a sweep sets {key} of every run itself; use {OWN_KEYS[key]}"
-            )
+    _check_set(sweep, path)
     return sweep
+
+
+def _check_set(sweep: Sweep, path: Path) -> None:
+    """Refuse settings that the sweep sets itself, so that its runs would not be those planned."""
+    seen: set[str] = set()
+    for text in sweep.set:
+        for name, _ in dotted(parse_set(text)):  # one text may set a whole table
+            key = name.strip()
+            if key in OWN_KEYS:
+                problem = f"a sweep sets {key} of every run itself; use {OWN_KEYS[key]}"
+                raise ConfigError(f"set={text} in {path}: {problem}")
+            if key in seen:
+                raise ConfigError(f"set={text} in {path}: {key} is set twice; remove one of them")
+            seen.add(key)
 
 
 def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> list[Planned]:
@@ -194,12 +205,6 @@ def _ladder(sweep: Sweep, configs: dict[str, RunSpec], mfu: float | None) -> lis
             lengths = [(count(tokens), tokens) for tokens in sweep.tokens]
         for label, tokens in lengths:
             run = _planned(sweep, config, f"{name}-{label}", tokens, mfu)
-            if run.batch_tokens > 2 * tokens:
-                raise ConfigError(
-                    f"{run.name} has {count(tokens)} tokens, and one step of {run.size} has "
-                    f"{count(run.batch_tokens)}; give more tokens (tokens_per_param counts per "
-                    f"parameter), or a smaller train.batch_tokens in `set`"
-                )
             runs.append(run)
     return runs
 
@@ -278,6 +283,12 @@ def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float
     run = resolve(asked, ranks=sweep.nproc, gpu=sweep.cluster is not None)
     train = run.train
     D = float(train.steps * train.batch_tokens)
+    if train.batch_tokens > 2 * tokens:
+        raise ConfigError(
+            f"{name} has {count(tokens)} tokens, and one step of {run.model.size} has "
+            f"{count(train.batch_tokens)}; give more tokens (tokens_per_param counts per "
+            f"parameter) or a larger budget, or a smaller train.batch_tokens in `set`"
+        )
     C = D * training_flops(run).model
     layout = Layout(sweep.nproc, 1, micro_batch=train.micro_batch, recompute=train.recompute)
     hours = None

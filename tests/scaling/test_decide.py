@@ -10,7 +10,16 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.scaling import decide, frontier
-from pipeline.scaling.decide import Demand, best, cost, least_cost, loss_of, planned_mfu, priced
+from pipeline.scaling.decide import (
+    Demand,
+    best,
+    cost,
+    least_cost,
+    loss_of,
+    planned_mfu,
+    priced,
+    unplanned,
+)
 from pipeline.scaling.fitting import Fit
 from pipeline.scaling.frontier import at
 from pipeline.scaling.intervals import scatter
@@ -137,6 +146,9 @@ def test_the_price_is_at_the_planners_speed() -> None:
     two = cost([(1e21, 1.1e9), (2e21, 1.1e9)], site, 8, "1b")
     assert two["usd"] == pytest.approx(3 * found["usd"])
     assert cost([(1e21, 1.1e9)], priced("example"), 8)["mfu_from"] == "assumed"
+    # This batch does not divide over so many GPUs.
+    many = cost([(1e21, 1.1e9)], site, 10**6, "1b", sets=["train.batch_tokens=524288"])
+    assert "gpus=1000000" in unplanned(many, "1b", site)[0] and not unplanned(found, "1b", site)
 
 
 def test_on_the_command_line(tmp_path: Path, launch) -> None:

@@ -155,6 +155,8 @@ def test_a_ladder_of_one_gpu_forecasts_a_run_with_five_times_the_compute(
         ("N,D,C\n1e12,2e13,1e23\n", "C / (N·D) of the targets"),
         ("N,D,unique\n1e12,2e13,1e9\n", "ignores the column `unique`"),
         ("N,D,experts\n1e12,2e13,64\n", "ignores the column `experts`"),
+        ("N,D,num_experts\n1e12,2e13,64\n", "column `num_experts` is not read"),
+        ("N,D,epochs\n1e12,2e13,40\n", "column `epochs` is not read"),
     ],
 )
 def test_targets_that_the_law_does_not_describe_are_named(
@@ -180,9 +182,10 @@ def test_a_size_has_the_architecture_and_vocabulary_of_the_points(tmp_path: Path
     tiny = json.loads(launch("forecast --params 1e4 --tokens 1e6 --json --points", points))
     assert any("below the smallest shipped size, `7k`" in warning for warning in tiny["warnings"])
     targets = tmp_path / "targets.csv"
-    targets.write_text("N,D,arch\n1e12,2e13,bert\n")
+    targets.write_text("N,D,arch,vocab\n1e12,2e13,bert,8192\n")
     warnings = json.loads(launch("forecast --json --points", points, "--targets", targets))
-    assert any("arch=bert" in warning for warning in warnings["warnings"])
+    for words in ("arch=bert", "vocab=8192"):
+        assert any(words in warning for warning in warnings["warnings"])
     for wrong in ("--arch dense", "--tokens nan"):
         with pytest.raises(ConfigError, match=wrong.split()[0].removeprefix("--")):
             launch("forecast --size 30m --points", points, wrong)
@@ -218,6 +221,8 @@ def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch, corpus: Pat
     sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     assert {"model.seq=128", "optim.lr=0.002", "train.batch_tokens=1024"} <= set(sets)
     assert not any(text.startswith("train.eval_every") for text in sets)  # not of the recipe
+    made = json.loads(launch("forecast --size 3m --set train.tokens=5e6 --json --runs", ladder))
+    assert "train.tokens" not in made["recipe"]["command"]  # --steps has the length
     trained = resolve(load(size="3m", sets=sets), ranks=8, gpu=True)
     assert trained.optim.lr == 2e-3 and trained.model.seq == 128
 
@@ -310,7 +315,9 @@ def test_arguments_are_checked_before_anything_is_fitted(
     for wrong, key in {
         "": "--size",
         "--params 1e9": "--size",
-        "--flops 1e22 --tokens 1e9": "--size",
+        "--flops 1e22 --tokens 1e9": "--tokens",
+        "--params 1e9 --tokens 0": "tokens=0",
+        "--size 1b --cluster=": "cluster=''",
         "--flops -1": "flops=",
         "--flops 1e45": "flops=1e\\+45 must be a number above zero and below",
         "--size 1c": "size=",
@@ -368,6 +375,8 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     compare = ("score --json --runs", ladder)
     with pytest.raises(ConfigError, match="forecasts="):
         launch(*compare)
+    with pytest.raises(ConfigError, match="is not a directory"):
+        launch(*compare, "--forecasts", ladder / "nowhere")
     path = Path(json.loads(launch(*call))["registered"][0])
     assert path.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH) == 0
     with pytest.raises(RunError, match=path.name):
@@ -381,7 +390,11 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     assert after["scores"][0]["counts"] is False
 
     log = late / "log.jsonl"  # now as if it had been trained after the forecast
-    log.write_text(log.read_text().replace('"time": ', '"time": 1e11, "was": '))
+    early = log.read_text()
+    resumed = early.partition("\n")[2].replace('"time": 402.0', '"time": 1e11')
+    log.write_text(resumed)  # its first event is lost, and the last is newer than the forecast
+    assert json.loads(launch(*compare))["scores"][0]["counts"] is False
+    log.write_text(early.replace('"time": ', '"time": 1e11, "was": '))
     after = json.loads(launch(*compare))
     one = after["scores"][0]
     assert one["counts"] is True
@@ -422,7 +435,14 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     with pytest.raises(RunError, match=f"{copy.name} is a copy of|{path.name} is a copy of"):
         launch(*compare)
     copy.unlink()
-    wrong = ({"task": 5}, {"loss": 10**400}, {"low": 9.0}, {"N": math.inf}, {"high": math.inf})
+    wrong = (
+        {"task": 5},
+        {"loss": 10**400},
+        {"loss": 99.0},
+        {"low": 9.0},
+        {"N": math.inf},
+        {"high": math.inf},
+    )
     forged = [{"forecast": content["forecast"] | part} for part in wrong]
     times = ({"time": None}, {"time": math.nan})
     for part in ({"version": 2}, {"forecast": {}}, {"fit": None}, *times, *forged):

@@ -98,10 +98,19 @@ def shapes() -> Iterator[tuple[str, str]]:
             made[key] = ["a"] * 15
             made[key][at] = "b"
             yield f"{key} mixed at {at}", text_of(made)
-    for name in ("flops", "Experts", "UNIQUE", "compute"):
+    for name in (
+        *("flops", "Experts", "UNIQUE", "compute", "C (FLOPs)", "train_flops", "num_experts"),
+        *("D_unique", "epochs", "\u0421"),  # the last is Cyrillic
+    ):
         made = table()
         made[name] = ["8"] * 15
         yield f"column {name}", text_of(made)
+    yield "vocabularies of another name", text_of({**table(), "vocab_size": ["8", "9", "9"] * 5})
+    yield "comment above", "# by hand\n" + good
+    yield "comment inside", "\n".join([*lines[:5], "# second machine", *lines[5:]])
+    decimals = text_of({**table(), "loss": [x.replace(".", ",") for x in table()["loss"]]})
+    yield "decimal commas", decimals
+    yield "decimal commas that fill another column", decimals.replace("loss", "loss,note", 1)
     made = table()
     made["experts"] = [str(2 ** (i % 3)) for i in range(15)]
     made["D"] = ["1000000000"] * 15
@@ -146,6 +155,13 @@ def figures() -> Iterator[tuple[str, str]]:
         rng = np.random.default_rng(0)
         again["loss"] = [f"{float(x) * (1 + noise * rng.normal()):.9g}" for x in again["loss"]]
         yield f"four copies of each run, noise {noise:g}", text_of(again)
+    for key, factor in (("D", 1.01), ("D", 3.9), ("N", 1.2)):
+        again = column(key, lambda x, f=factor: x * f, every)
+        both = {name: table()[name] + again[name] for name in again}
+        both["loss"] = table()["loss"] * 2
+        yield f"each run again with {key} × {factor:g}", text_of(both)
+    tenths = [f"{float(x):.1f}" if i % 3 == 0 else x for i, x in enumerate(table()["loss"])]
+    yield "a third of the losses with one decimal", text_of({**table(), "loss": tenths})
     yield "perplexities", text_of(column("loss", np.exp, every))
     for start in (0, 1):
         yield f"half perplexities {start}", text_of(column("loss", np.exp, slice(start, None, 2)))
@@ -167,6 +183,12 @@ def figures() -> Iterator[tuple[str, str]]:
     yield "C of a forward pass", text_of({**table(), "C": [f"{c / 3:g}" for c in compute]})
     yield "tiny losses", text_of(column("loss", lambda x: 1e-300 * x, every))
     yield "one name of all runs", text_of({**table(), "run": ["a"] * 15})
+    yield (
+        "D of the largest size in thousandths",
+        text_of(column("D", lambda x: 1e3 * x, [12, 13, 14])),
+    )
+    thousands = [f"{float(d) / 1e3:g}" for d in table()["D"]]
+    yield "unique in thousands", text_of({**table(), "unique": thousands})
     yield "unique in billions", text_of({**table(), "unique": ["5"] * 15})
     yield "vocab of a table of floats", text_of({**table(), "vocab": ["16.0"] * 15})
     yield "half an expert", text_of({**table(), "experts": ["1.5"] * 15})
@@ -263,6 +285,8 @@ def test_odd_rows_end_in_one_line(
         with pytest.raises(UserError, match="points=0"):
             launch(call, "--points", file)
     file.write_text(text_of(column("loss", lambda x: 1.3 * x, [7])))
+    with pytest.raises(UserError, match="law=parabola"):
+        launch("fit --law parabola --points", file)
     _known_best(file)
     assert "row 9 lies" in capsys.readouterr().err
     for words in ("--target-tokens 1e30", "--noise 90%", "--target-tokens 1 --target-size 1m"):
@@ -273,6 +297,11 @@ def test_odd_rows_end_in_one_line(
 
 def test_an_error_names_the_line_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "p.csv"
+    file.write_text("run,N,D,loss\n\x1b[2Ja,1e6,2e7,3.5\n#b,1e7,2e8,3.2\n")
+    assert read_csv(file).run == ("[2Ja", "#b")  # no escape sequence reaches a terminal
+    file.write_text("run,N,D,loss\n#1,1e6,2e7,3.5\n//2,1e7,2e8,3.2\n# a comment\n")
+    with pytest.raises(UserError, match=r"p.csv:4: '# a comment' is a comment"):
+        read_csv(file)
     file.write_text("N,D,loss\n1e6,2e7,3.5\n\n1e7,2e8,x\n")
     with pytest.raises(UserError, match=r"p.csv:4: loss='x'"):
         read_csv(file)

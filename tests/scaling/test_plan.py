@@ -36,6 +36,13 @@ def test_an_earlier_fit_moves_the_center() -> None:
     assert all(0.02 * run.C**0.5 / 8.5 < run.N < 0.02 * run.C**0.5 * 8.5 for run in moved)
 
 
+def test_a_run_of_a_budget_is_not_shorter_than_a_step() -> None:
+    """It would cost more than the budget: here a thousand times as much."""
+    sweep = read(CONFIGS / "isoflop.toml").model_copy(update={"nproc": 1_000_000})
+    with pytest.raises(ConfigError, match="and one step of"):
+        plan(sweep)
+
+
 def test_an_optimum_bound_to_an_edge_is_refused() -> None:
     sweep = read(CONFIGS / "isoflop.toml").model_copy(
         update={"sizes": ("tiny", "500k", "1m", "3m")}
@@ -128,7 +135,11 @@ def test_two_keys_for_the_lengths_are_refused(tmp_path: Path) -> None:
         ("tokens = [2e7, 2.001e7]", "2 runs would be named tiny-20M"),
         ("tokens = [20]", "tiny-20 has 20 tokens, and one step"),
         ("tokens_per_param = []", r"tokens_per_param=\[\]"),
+        ("tokens_per_param = [1e308]", r"tokens_per_param=1e\+308"),
         ("wide = inf", "wide=inf"),
+        ('cluster = ""', "cluster=''"),
+        ('set = ["train={steps=9}"]', "sets train.steps .* use tokens"),
+        ('set = ["optim.lr=1e-3", "optim.lr=2e-3"]', "set=optim.lr=2e-3 .* is set twice"),
         ("budgets = [1e16]", "a ladder has sizes and lengths"),
         ('set = ["train.steps=9"]', r"set=train\.steps=9 .* use tokens"),
         ('set = ["name=y"]', "sets name .* use experiment"),
