@@ -88,8 +88,7 @@ def forecast(
     of_the_loss = {"target_loss": target_loss, "inference_tokens": inference_tokens}
     skill.check(task, law, chance, **of_the_loss, unique=unique)
     _check_model(size, arch, sets)
-    if gpus is not None and cluster is None:
-        raise ConfigError(f"--gpus {gpus} computes the hours on a cluster; give --cluster too")
+    _check_cluster(gpus, cluster)
     rows, ladder, found = read_points(runs, experiment, points, law, task, curves=curves)
     site = None if cluster is None else decide.priced(cluster)  # refuse before the fit
     buys = target_loss is not None or flops is not None
@@ -110,7 +109,8 @@ def forecast(
     scored = None
     if task is not None:
         scored, data = skill.forecast(task, chance, found, done, made, data["warnings"])
-    data |= _recipe_and_cost(made, recipe, ladder, sets or [], site, gpus or 8, size, data)
+    data |= _recipe_and_cost(made, recipe, ladder, sets or [], site, gpus or 8, size)
+    data["warnings"] += decide.unplanned(data.get("cost"), size, site)
     if register:
         folder = forecasts or forecasts_beside(runs, experiment, points)
         _register(folder, scored or made, record.fit_of(done, rows, found), runs, experiment, data)
@@ -125,9 +125,7 @@ def _recipe_and_cost(
     site: "Site | None",
     gpus: int,
     size: str | None,
-    data: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the recipe and its cost; add a warning to `data` if the cost is assumed."""
     from pipeline.config.layers import as_sets
     from pipeline.scaling import decide
 
@@ -139,8 +137,6 @@ def _recipe_and_cost(
     if site is not None:
         exact = (size, ladder.arch, [*as_sets(shared), *sets]) if size else ()
         found["cost"] = decide.cost([(run.C, run.N) for run in made], site, gpus, *exact)
-        if size:
-            data["warnings"] += decide.unplanned(found["cost"], size, site)
     return found
 
 
@@ -219,6 +215,11 @@ def _check_model(size: str | None, arch: str | None, sets: list[str] | None) -> 
     given = f"--arch {arch}" if arch else f"--set {sets[0]}" if sets else None
     if size is None and given:
         raise ConfigError(f"{given} describes the model of --size; give --size, or remove it")
+
+
+def _check_cluster(gpus: int | None, cluster: str | None) -> None:
+    if gpus is not None and cluster is None:
+        raise ConfigError(f"--gpus {gpus} computes the hours on a cluster; give --cluster too")
 
 
 def _check_size(rows: "Points", points: Path | None, tokens: float | None) -> None:

@@ -97,28 +97,27 @@ def generate(
     import torch
 
     from pipeline.checkpoint.restore import load_model
-    from pipeline.model.decode import Sampling, beam_search, lay_out
-    from pipeline.model.decode import generate as continuations
-    from pipeline.model.decode import stream as stream_tokens
+    from pipeline.model import decode
     from pipeline.runs.directory import tokenizer_of
 
     gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if gpu else torch.float32
     model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
-    _check_kind(run, config, given)
+    warn_of_labels(run, config)
+    _refuse_kind(config.model.stack, given)
     pieces = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)
     inputs = _inputs(config, pieces, [(text, before + text) for _, text in given], from_, to)
     _check_lengths(inputs, max_new, config)
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    lay_out(model)
+    sampling = decode.Sampling(temperature, top_k, top_p, seed)
+    decode.lay_out(model)
     if stream:
         # There is one prompt, so a step has one token, or None after the end.
         prompts = [inputs[0].prompt]
-        steps = stream_tokens(model, prompts, max_new, pieces.eod, sampling, _sources(inputs))
+        steps = decode.stream(model, prompts, max_new, pieces.eod, sampling, _sources(inputs))
         _print_stream(inputs[0], (step[0] for step in steps if step[0] is not None), pieces)
     elif beam:  # one prompt at a time: its beams are the batch
         for one in inputs:
-            best = beam_search(model, one.prompt, max_new, pieces.eod, beam, one.source)[0]
+            best = decode.beam_search(model, one.prompt, max_new, pieces.eod, beam, one.source)[0]
             _print(one, list(best.tokens), pieces, as_json, log_likelihood=best.score)
     else:
         # Some at a time: the cache of a long file of prompts would not fit.
@@ -127,7 +126,7 @@ def generate(
             # The seed of a prompt does not depend on the other prompts of its batch.
             draws = replace(sampling, seed=sampling.row_seed(at))
             prompts = [one.prompt for one in few]
-            found = continuations(model, prompts, max_new, pieces.eod, draws, _sources(few))
+            found = decode.generate(model, prompts, max_new, pieces.eod, draws, _sources(few))
             for one, tokens in zip(few, found, strict=True):
                 _print(one, tokens, pieces, as_json)
 
@@ -207,12 +206,9 @@ def _sources(inputs: list[Input]) -> list[list[int]] | None:
     return [one.source for one in inputs if one.source is not None] or None
 
 
-def _check_kind(run: Path, config: "RunConfig", given: list[Given]) -> None:
-    """Refuse prompts for an encoder–decoder and sources for a decoder; warn of a run for labels."""
+def _refuse_kind(stack: str, given: list[Given]) -> None:
     from pipeline.data.json_lines import shown
 
-    warn_of_labels(run, config)
-    stack = config.model.stack
     both = stack == "encoder-decoder"
     for kind, text in given:
         if both and kind == "prompt":

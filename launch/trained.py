@@ -202,14 +202,15 @@ def _refuse_options(
 
 
 def warn_of_labels(run: Path, config: "RunConfig") -> None:
-    """Warn of a run that was fine-tuned for labels alone, which may predict text badly by now."""
+    """Warn of a run that was fine-tuned on labels only."""
     from pipeline.config.objective import Labels
 
     objective = config.objective
-    decoder = config.model.stack == "decoder"  # commands refuse others
+    decoder = config.model.stack == "decoder"  # both commands refuse encoders later
     if isinstance(objective, Labels) and decoder and not objective.lm_weight:
-        text = f'{run} has objective.kind="labels", which trains no text'
-        typer.echo(f"warning: {text}; `launch finetune --lm-weight 0.5` trains both", err=True)
+        text = f"{run} was fine-tuned on labels only, so its text may be poor"
+        remedy = "`launch finetune --lm-weight 0.5` trains on text too"
+        typer.echo(f"warning: {text}; {remedy}", err=True)
 
 
 def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str, float | str]]:

@@ -14,7 +14,6 @@ from pipeline.runs.history import Run
 from pipeline.scaling import decide
 from pipeline.scaling.annealing import with_curves
 from pipeline.scaling.frontier import (
-    ROUNDS,
     UnitFlops,
     at,
     bottom,
@@ -59,10 +58,13 @@ def law_data(
     used["residual"] = _numbers(done.fit.residuals)
     test = done.backtest
     of_e = done.profile
+    ratio = drawn_ratio(done, points)
     return {
         **done.to_json(),
-        "plain": " ".join([in_words(done, points), *about_targets(forecasts, fitted.run)]).strip(),
-        "line": line(done, points),
+        "plain": " ".join(
+            [in_words(done, points, ratio), *about_targets(forecasts, fitted.run)]
+        ).strip(),
+        "line": line(done, points, ratio),
         "size_lines": size_lines(
             done, points, {run.N: text(run.record.get("size")) for run in runs}
         ),
@@ -82,14 +84,13 @@ def law_data(
     }
 
 
-def line(done: Study, points: Points) -> dict[str, Any] | None:
+def line(done: Study, points: Points, ratio: float | None) -> dict[str, Any] | None:
     """Return the law with its interval for each compute; None if it has no finite losses.
 
-    The places must not jump between the runs' own N and D: where the ratio of tokens to parameters
-    changes from run to run, the line would be a zigzag. `size_lines` passes through the runs.
+    All places have the best N and D, or one ratio of tokens to parameters (see `drawn_ratio`): with
+    the ratios of the runs, the line would be a zigzag. `size_lines` passes through the runs.
     """
     C = np.geomspace(points.C.min() / 2, points.C.max() * AHEAD, 120)
-    ratio = drawn_ratio(done, points)
     loss, low, high = done.interval(_places(done, C, ratio))
     if not np.isfinite(loss).all():
         return None
@@ -104,23 +105,18 @@ def drawn_ratio(done: Study, points: Points) -> float | None:
     because an exponent is below zero, the line has the median tokens per parameter of the runs.
     """
     best = done.optimum(np.geomspace(points.C.min(), points.C.max(), 20))
-    fitted = done.fit.points
     if best is None:  # a law of compute alone
         return None
-    if np.isfinite(best.N).all() and not is_far(fitted, best.N, best.D).any():
+    if np.isfinite(best.N).all() and not is_far(done.fit.points, best.N, best.D).any():
         return None
-    return float(np.median(fitted.D / fitted.N))
+    return float(np.median(points.D / points.N))
 
 
 def _places(done: Study, C: Array, ratio: float | None) -> Points:
     """Return N and D for each compute: the best, or those with this many tokens per parameter."""
     if ratio is None:
         return done.frontier(C)
-    # C = unit(N) · N · ratio·N, where unit(N) depends little on N.
-    unit_flops = UnitFlops.of(done.fit.points)
-    N = np.sqrt(C / unit_flops.base / ratio)
-    for _ in range(ROUNDS):
-        N = np.sqrt(C / unit_flops.each(N) / ratio)
+    N = UnitFlops.of(done.fit.points).at_ratio(C, ratio)
     return at(done.fit.points, C, N, ratio * N)
 
 
@@ -142,32 +138,33 @@ def size_lines(done: Study, points: Points, names: dict[float, str]) -> list[dic
     return found
 
 
-def in_words(done: Study, points: Points) -> str:
-    """Describe the law in two sentences; nothing if it has no finite losses."""
+def in_words(done: Study, points: Points, ratio: float | None) -> str:
+    """Describe the law in a few sentences; nothing if it has no finite losses."""
     top = float(points.C.max())
-    ratio = drawn_ratio(done, points)
     places = _places(done, np.array([top / 10, top, top * 10]), ratio)
     loss, low, high = done.interval(places)
     if not np.isfinite(loss).all():
         return ""
     where = ""
     if ratio is not None:
+        exists = np.isfinite(done.frontier(places.C).N).all()
+        why = "are far outside of them" if exists else "do not exist for this law"
         where = (
-            f" at {ratio:.3g} tokens per parameter, the median of the runs (the best N and D are "
-            f"far outside of the runs)"
+            f" These figures are at {ratio:.3g} tokens per parameter, the median of the runs, "
+            f"because the best N and D {why}."
         )
     beyond = ""
     if is_far(done.fit.points, places.N[2:], places.D[2:]).any():
         run = f"N = {count(places.N[2])} on {count(places.D[2])} tokens"
         beyond = f" That would be a run of {run}, far outside of these runs."
-    text = (
+    words = (
         f"Up to the largest run ({power(top)} FLOPs), ten times the compute lowers the held-out "
-        f"loss by about {1 - loss[1] / loss[0]:.1%}{where}. Ten times more compute would give "
+        f"loss by about {1 - loss[1] / loss[0]:.1%}. Ten times more compute would give "
         f"{loss[2]:.3f}"
     )
     if not math.isfinite(high[2]):
-        return f"{text}; these runs do not determine an interval.{beyond}"
-    return f"{text} (95% interval {low[2]:.3f} to {high[2]:.3f}).{beyond}"
+        return f"{words}; these runs do not determine an interval.{beyond}{where}"
+    return f"{words} (95% interval {low[2]:.3f} to {high[2]:.3f}).{beyond}{where}"
 
 
 def valleys(points: Points, done: Study) -> list[dict[str, Any]]:

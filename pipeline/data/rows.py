@@ -115,7 +115,11 @@ def label_names(
     other = "held-out ones with --valid" if texts else "--regression if labels are numbers"
     for row in valid:
         # 1.0 equals 1, but a number with a decimal point is not a class.
-        if isinstance(row.label, float) or row.label not in classes:
+        decimal = isinstance(row.label, float)
+        if decimal and row.label in classes:
+            text = f"{row.where}: label={row.label!r} has a decimal point, and classes have none"
+            raise DataError(f"{text}; write {row.label:.0f}")
+        if decimal or row.label not in classes:
             raise DataError(
                 f"{row.where}: label={row.label!r} is not one of the {len(classes)} classes of the "
                 f"training examples; add such examples, or give {other}"

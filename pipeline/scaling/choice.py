@@ -40,13 +40,11 @@ def check(points: Points) -> None:
     late = points.loss[order[-third:]].min()
     if late >= early:
         wrong_units = unit_warnings(points)
-        remedy = (
-            f"look for runs that diverged or stopped early and for losses in another unit, or "
-            f"train {points.run[order[-1]]} again at a lower learning rate"
-        )
         raise DataError(
             f"loss does not fall with compute (best {early:.4g} at the smallest budgets, "
-            f"{late:.4g} at the largest): {wrong_units[0] if wrong_units else remedy}"
+            f"{late:.4g} at the largest): look for runs that diverged or stopped early and for "
+            f"losses in another unit, or train {points.run[order[-1]]} again at a lower learning "
+            f"rate{''.join(f'. {warning}' for warning in wrong_units[:1])}"
         )
 
 

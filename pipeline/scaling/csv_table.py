@@ -14,14 +14,16 @@ from pipeline.errors import DataError
 
 OPTIONAL = ("C", "experts", "unique")
 LONG_TEXT = 80  # characters of an error; a convention is a sentence, and a tokenizer a digest
-# Words in names of columns that may hold what is read under another name.
-MEANT = {
-    **dict.fromkeys(("c", "flop", "flops", "compute"), "C"),
+# Words in the names of columns, and the column that is probably meant.
+COLUMN_OF_WORD = {
+    **dict.fromkeys(("flops", "compute"), "C"),
     **dict.fromkeys(("expert", "experts"), "experts"),
-    **dict.fromkeys(("u", "unique", "distinct"), "unique"),
+    **dict.fromkeys(("unique", "distinct"), "unique"),
     **dict.fromkeys(("vocab", "vocabulary"), "vocab"),
 }
-EPOCHS = {"epoch", "epochs", "passes", "repeats", "repetitions"}
+COLUMN_OF_LETTER = {"c": "C", "u": "unique"}  # only as the whole name
+OTHER_MEANING = {"per", "parallel", "loss", "id"}  # such as flops_per_second
+EPOCHS = {"epoch", "epochs", "passes", "repeat", "repeats", "repetitions"}
 CYRILLIC = {0x0421: "C", 0x0441: "c"}  # looks like C and is on other keyboards
 LINE = ""  # key of a row's line in its file, which differs from its number after blank lines
 
@@ -37,19 +39,21 @@ def read_table(path: Path, required: Sequence[str], key: str = "points") -> list
         # Spreadsheets write a byte-order mark, and spaces around names and numbers.
         with io.StringIO(read_regular(path).decode("utf-8-sig"), newline="") as file:
             reader = csv.reader(file)
-            names = [name.strip() for name in next(reader, [])]
+            names = [_plain(name) for name in next(reader, [])]
             cells = [(row, reader.line_num) for row in reader if row]
     except OSError as error:
         why = error.strerror
         raise DataError(f"{key}={path} cannot be read ({why}); give a CSV file") from None
     except (UnicodeDecodeError, csv.Error):
         raise DataError(f"{key}={path} is not a CSV text file") from None
-    for row, line in ((names, 1), *cells):
-        # The name of a run may begin with such a sign too.
-        a_name = line > 1 and len(row) == len(names) and names[0] not in required
-        if row and row[0].lstrip().startswith(("#", "//")) and not a_name:
-            text = f"{path}:{line}: {row[0].strip()[:LONG_TEXT]!r} is a comment"
-            raise DataError(f"{text}; remove it, or the sign that begins it")
+    comments = [(row, line) for row, line in cells if _is_comment(row)]
+    if len(comments) == len(cells):  # names of runs may all begin with such a sign
+        comments = []
+    if _is_comment(names):
+        comments.insert(0, (names, 1))
+    for row, line in comments[:1]:
+        text = f"{path}:{line} begins like a comment ({_plain(row[0])[:LONG_TEXT]!r})"
+        raise DataError(f"{text}; delete the line, or the sign if it is a header or a row")
     missing = [key for key in required if key not in names]
     if missing:
         problem = f"{path}: columns {missing} are missing (found {listed(names) or 'none'})"
@@ -74,9 +78,13 @@ def read_table(path: Path, required: Sequence[str], key: str = "points") -> list
     ]
 
 
+def _is_comment(row: Sequence[str]) -> bool:
+    return bool(row) and row[0].lstrip().startswith(("#", "//"))
+
+
 def _plain(text: str) -> str:
     """Return a cell without control characters, with which a name could move the cursor."""
-    return re.sub(r"[\x00-\x1f\x7f]", " ", text).strip()
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text).strip()
 
 
 def _holds_rows(text: str, columns: int) -> bool:
@@ -126,18 +134,28 @@ def unread_columns(rows: Sequence[dict[str, str]], read: Collection[str]) -> lis
     """Warn about columns with a name like one that is read, or that show repeated data."""
     found = []
     for name in rows[0].keys() - set(read) - {LINE}:
-        words = re.findall("[a-z]+", name.translate(CYRILLIC).lower())
+        words = _words(name)
         kinds = {row[name] for row in rows}
-        meant = {MEANT[word] for word in words if word in MEANT}
+        numbers = all(is_number(kind) for kind in kinds)
+        meant = {COLUMN_OF_WORD[word] for word in words & COLUMN_OF_WORD.keys()}
+        # `C (FLOPs)` and `C` with a Cyrillic letter.
+        whole = re.sub(r"[(\[].*", "", name.translate(CYRILLIC)).strip().lower()
+        meant |= {COLUMN_OF_LETTER[whole]} if whole in COLUMN_OF_LETTER else set()
         meant |= {key for key in read if key.lower() == name.lower()}
         for key in sorted(meant - rows[0].keys()):
-            if key != "vocab" or len(kinds) > 1:
+            if len(kinds) > 1 if key == "vocab" else numbers and not words & OTHER_MEANING:
                 text = f"The column `{name}` is not read; rename it to `{key}` if that is what it"
                 found.append(f"{text} holds.")
-        repeated = any(is_number(kind) and float(kind) > 1 for kind in kinds)
-        if repeated and EPOCHS & set(words) and "unique" not in rows[0]:
+        repeated = numbers and any(float(kind) > 1 for kind in kinds)
+        if repeated and EPOCHS & words and "unique" not in rows[0]:
             found.append(
                 f"The column `{name}` is not read, so repeated tokens count like new ones; give "
                 f"the distinct tokens of each row in a column `unique`."
             )
     return sorted(found)
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a name: `trainFLOPs` and `train_flops` have the same."""
+    name = re.sub("flops?", "_flops_", name, flags=re.IGNORECASE)
+    return {word.lower() for word in re.findall("[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", name)}

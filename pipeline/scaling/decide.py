@@ -249,13 +249,15 @@ def cost(
     return found
 
 
-def unplanned(cost: dict[str, Any], size: str, site: Cluster) -> list[str]:
-    """Return a warning about a size that does not fit on these GPUs, so that its MFU is assumed."""
-    if site.rates is None or cost["mfu_from"] == "planner":
+def unplanned(cost: dict[str, Any] | None, size: str | None, site: Cluster | None) -> list[str]:
+    """Return a warning about a size that the planner has no layout for, so that MFU is assumed."""
+    if cost is None or size is None or cost["mfu_from"] == "planner":
+        return []
+    if site is None or site.rates is None:  # the user gave the speed
         return []
     return [
-        f"gpus={cost['gpus']}: the planner has no layout of {size} with this batch on so many "
-        f"{site.name}: hours and price assume an MFU of {MFU:g}."
+        f"The planner has no layout for {size} with this batch on {cost['gpus']} {site.name} "
+        f"GPUs, so hours and price assume an MFU of {MFU:g}; choose another number with --gpus."
     ]
 
 

@@ -53,6 +53,13 @@ class UnitFlops:
         """d log(N · unit FLOPs) / d log N; 1 for C = 6·N·D."""
         return np.asarray(1 - self.extra * np.cbrt(1 / N) / (3 * self.each(N)))
 
+    def at_ratio(self, C: Array, ratio: float) -> Array:
+        """Return N for each compute at this many tokens per parameter: C = each(N) · ratio · N²."""
+        N = np.sqrt(C / (self.base * ratio))
+        for _ in range(ROUNDS if self.extra else 0):
+            N = np.sqrt(C / (self.each(N) * ratio))
+        return N
+
 
 def at(points: Points, C: Array, N: Array, D: Array, **columns: Any) -> Points:
     """Places without a loss, in the convention of these points; `columns`: run, experts, unique."""

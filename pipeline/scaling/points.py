@@ -37,6 +37,7 @@ ONE_KIND = {
     "recipe": "a law describes one recipe; fit each separately",
     "optimizer": "a law describes one optimizer; fit each separately",
 }
+LONGEST_VOCAB = 10_000_000  # the digest of a tokenizer, read as a number, is larger
 LOSSES = (1e-6, 1e6)  # anything else is not a loss, and would overflow the fit
 EXTREME = 1e40  # no column has this or its inverse in any unit, and products would overflow
 
@@ -155,7 +156,7 @@ def read_csv(path: Path, task: str | None = None) -> Points:
         raise DataError(f"{path}: vocab={vocab} is not a number; write all digits, such as 32768")
     # Our own points.csv has the tokenizer's digest there, which is longer than any size.
     size = float(vocab) if is_number(vocab) else None  # tables may have 4096 as 4096.0
-    is_digest = size is None or 10_000_000 <= size < np.inf
+    is_digest = size is None or LONGEST_VOCAB <= size < np.inf
     if size is not None and not is_digest:
         if not 2 <= size < np.inf:  # also NaN
             raise DataError(f"{path}: vocab={vocab} is not a vocabulary; give its number of tokens")

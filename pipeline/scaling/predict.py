@@ -13,10 +13,17 @@ import numpy.typing as npt
 from pipeline.errors import ConfigError
 from pipeline.planner.recipe import rate_and_batch
 from pipeline.scaling import decide
-from pipeline.scaling.csv_table import LINE, OPTIONAL, read_columns, read_table, unread_columns
+from pipeline.scaling.csv_table import (
+    LINE,
+    OPTIONAL,
+    is_number,
+    read_columns,
+    read_table,
+    unread_columns,
+)
 from pipeline.scaling.frontier import UnitFlops, at
 from pipeline.scaling.ladder import Ladder, Recipe
-from pipeline.scaling.points import ONE_KIND, Array, Points
+from pipeline.scaling.points import LONGEST_VOCAB, ONE_KIND, Array, Points
 from pipeline.scaling.quality import MIXED_COUNTS
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
@@ -65,9 +72,12 @@ def read_targets(path: Path) -> dict[str, Any]:
                 f"below {MOST:g}, such as 1e9"
             )
     for key in KINDS:
-        kinds = sorted({row[key] for row in rows if row.get(key)})
-        if kinds and (key != "vocab" or kinds[0].isdigit()):  # our own points.csv has a digest
-            found[key] = ", ".join(kinds)
+        kinds = {row[key] for row in rows if row.get(key)}
+        if key == "vocab":  # 4096 may be 4096.0; our own points.csv has a digest, which is longer
+            sizes = {float(kind) for kind in kinds if is_number(kind)}
+            kinds = {f"{size:.0f}" for size in sizes if size < LONGEST_VOCAB}
+        if kinds:
+            found[key] = ", ".join(sorted(kinds))
     found["run"] = tuple(row.get("run") or "" for row in rows)
     found["warnings"] = tuple(unread_columns(rows, ("N", "D", *OPTIONAL, *KINDS)))
     return found

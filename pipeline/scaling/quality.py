@@ -24,7 +24,7 @@ TOKENS_PER_PARAMETER = (0.02, 2e5)
 # No ladder has only runs outside of these: its N and D are swapped, or one of them is in thousands.
 LADDER_TOKENS_PER_PARAMETER = (1.0, 1000.0)
 MOST_EPOCHS = 1e4  # published runs have up to 1,500 (arXiv 2305.16264)
-LEAST_EPOCHS = 50.0  # at least one run of a ladder has fewer
+ALL_REPEAT = 50.0  # passes; if every run has more, the unit of `unique` is probably wrong
 LONE_GAP = 8.0  # between the tokens per parameter of one run and of all others
 UNIT_GAP = 100.0  # between two groups of tokens per parameter; units differ by 1000×
 # C / (N·D) is 6 without attention. Small models with a large head or a long context have more, and
@@ -37,8 +37,8 @@ MIXED_IN_SIZE = 1.5
 TWIN = 3e-4  # relative difference of two losses; those of two random seeds differ by ten times this
 TWIN_TOKENS = 0.02  # relative difference of the tokens of copies, one of them rounded
 MOST_TWINS = 0.25  # share of rows
-ROUNDED = 0.3  # share of losses that are whole tenths; of two decimals a tenth are
-FEW = 10  # losses; more of fewer are whole tenths by chance
+ROUNDED = 0.3  # share of losses without a second decimal; by chance it is 0.1
+FEW = 10  # of fewer losses, this share may occur by chance
 WORSE = 0.03  # relative; noise between seeds is a tenth of it
 SAMPLE = 1500  # points in the pairwise comparison, which takes their square in memory
 NOISE = 0.02  # relative; ladders of one recipe scatter 0.2 to 1% around a law
@@ -210,7 +210,7 @@ def unit_warnings(points: Points) -> list[str]:
         warnings += _lone_warnings(points, ratio)
     if points.unique is not None:
         epochs = points.D / points.unique
-        odd = np.flatnonzero(epochs > (MOST_EPOCHS if epochs.min() < LEAST_EPOCHS else 1))
+        odd = np.flatnonzero((epochs > MOST_EPOCHS) | (epochs.min() >= ALL_REPEAT))
         if len(odd):
             warnings.append(
                 f"{_rows(points, odd)}: {epochs[odd[0]]:.2g} passes over unique = "
@@ -260,8 +260,7 @@ def _count_warnings(points: Points) -> list[str]:
         return []
     return [
         f"C / (N·D) ranges from {each[first]:.3g} ({points.run[int(first)]}) to {each[last]:.3g} "
-        f"({points.run[int(last)]}): do all rows count N and C in the same way? If not, N* and D* "
-        f"are meaningless."
+        f"({points.run[int(last)]}): unless all rows count N and C alike, N* and D* are wrong."
     ]
 
 
@@ -276,8 +275,8 @@ def _twin_warnings(points: Points) -> list[str]:
         same = off[keys[0]] == 0
         if len(keys) > 1:
             same &= (off["D"] < TWIN_TOKENS) & (off["loss"] < TWIN)
-        else:  # with another D or N, only the same digits are no coincidence
-            same &= off["loss"] == 0
+        else:  # with another D or N, only the same three decimals are no coincidence
+            same &= (off["loss"] == 0) & (np.round(every.loss[1:], 2) != every.loss[1:])
         for key in off.keys() & {"experts", "unique"}:
             same &= off[key] == 0
         twins = [(every.run[i], every.run[i + 1]) for i in np.flatnonzero(same)]
@@ -286,9 +285,9 @@ def _twin_warnings(points: Points) -> list[str]:
     if len(found) <= MOST_TWINS * len(points):
         return []
     return [
-        f"{len(found)} of {len(points)} rows have the N or D and nearly the loss of another row, "
-        f"such as {found[0][0]} and {found[0][1]}: if they are copies of one run, intervals are "
-        f"too narrow; keep one of them."
+        f"{len(found)} of {len(points)} rows have nearly the loss of another row with the same N "
+        f"or D, such as {found[0][0]} and {found[0][1]}: if they are copies of one run, intervals "
+        f"are too narrow; keep one of them."
     ]
 
 
@@ -301,9 +300,10 @@ def _gap(values: Array) -> tuple[float, float] | None:
     at = int(np.argmax(steps))
     low = float(ordered[at])
     high = float(ordered[at + 1])
-    # Rows of one size in thousands have all its lengths, so that the gap is below 1000.
-    back = np.median(ordered[at + 1 :]) / 1000
-    in_thousands = steps[at] > UNIT_GAP / 3 and ordered[0] <= back <= low
+    # A size has several lengths, so rows in another unit make a gap below 1000. Divided by 1000,
+    # their median lies among the others.
+    corrected = np.median(ordered[at + 1 :]) / 1000
+    in_thousands = steps[at] > UNIT_GAP / 3 and ordered[0] <= corrected <= low
     return (low, high) if steps[at] >= UNIT_GAP or in_thousands else None
 
 
@@ -333,10 +333,10 @@ def _loss_warnings(points: Points) -> list[str]:
         )
     tenths = int((np.round(points.loss, 1) == points.loss).sum())
     if len(points) > 2 and not (points.loss % 1).any():
-        warnings.append("All losses are whole numbers: did a decimal comma split their cells?")
-    elif len(points) >= FEW and tenths > ROUNDED * len(points):
+        warnings.append("All losses are whole numbers: write decimals as 3.25, not as 3,25.")
+    elif tenths == len(points) > 2 or (len(points) >= FEW and tenths > ROUNDED * len(points)):
         warnings.append(
-            f"{tenths} of {len(points)} losses are whole tenths, which moves N* and D* by more "
+            f"{tenths} of {len(points)} losses have one decimal, which moves N* and D* by more "
             f"than the noise of runs: give three decimals or more."
         )
     if len(points) > 2 and points.loss.max() < 1.0001 * points.loss.min():

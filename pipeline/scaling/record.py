@@ -165,10 +165,9 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
                     landed = landed or {"run": run.name}
                 continue
             # Only a forecast that is older than its run counts.
-            # A damaged log may lack the first event. A run without any record has an unknown start,
-            # so its forecast does not count either.
-            first = (*run.events, *run.steps[:1], *run.evals[:1])
-            began = min((float(record.get("time", 0)) for record in first), default=0.0)
+            # Without its first event, a run has no known start, and the forecast does not count.
+            starts = [float(e.get("time", 0)) for e in run.events if e.get("event") == "start"]
+            began = min(starts, default=0.0)
             landed = {
                 "run": run.name,
                 "measured": measured,

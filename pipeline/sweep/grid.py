@@ -48,7 +48,7 @@ OWN_KEYS = {
     "train.tokens_per_param": "tokens_per_param",
 }
 Positive = Annotated[float, Field(gt=0, lt=1e40)]  # products of larger numbers would overflow
-Name = Annotated[str, Field(min_length=1)]  # an empty one would count as none in some places
+Name = Annotated[str, Field(min_length=1)]  # an empty text counts as "not given" in some places
 Best = Callable[[float], float]  # N*(C) of an earlier fit
 
 
@@ -138,13 +138,16 @@ def read(name: str | Path) -> Sweep:
 
 
 def _check_set(sweep: Sweep, path: Path) -> None:
-    """Refuse settings that the sweep sets itself, so that its runs would not be those planned."""
+    """Refuse keys that the sweep sets itself, initial weights, and keys that are set twice."""
     seen: set[str] = set()
     for text in sweep.set:
         for name, _ in dotted(parse_set(text)):  # one text may set a whole table
             key = name.strip()
             if key in OWN_KEYS:
                 problem = f"a sweep sets {key} of every run itself; use {OWN_KEYS[key]}"
+                raise ConfigError(f"set={text} in {path}: {problem}")
+            if key == "init" or key.startswith("lora."):
+                problem = "runs of a sweep start from random weights; remove it"
                 raise ConfigError(f"set={text} in {path}: {problem}")
             if key in seen:
                 raise ConfigError(f"set={text} in {path}: {key} is set twice; remove one of them")
@@ -284,10 +287,12 @@ def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float
     train = run.train
     D = float(train.steps * train.batch_tokens)
     if train.batch_tokens > 2 * tokens:
+        more = "a larger budget"
+        if sweep.kind == "ladder":
+            more = "more tokens (tokens_per_param counts per parameter)"
         raise ConfigError(
             f"{name} has {count(tokens)} tokens, and one step of {run.model.size} has "
-            f"{count(train.batch_tokens)}; give more tokens (tokens_per_param counts per "
-            f"parameter) or a larger budget, or a smaller train.batch_tokens in `set`"
+            f"{count(train.batch_tokens)}; give {more}, or a smaller train.batch_tokens in `set`"
         )
     C = D * training_flops(run).model
     layout = Layout(sweep.nproc, 1, micro_batch=train.micro_batch, recompute=train.recompute)

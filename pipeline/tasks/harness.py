@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MAX_NEW = 256  # tokens that a task generates by default, as in lm-eval
 OFFLINE = "HF_HUB_OFFLINE"  # Hugging Face's libraries read it when they are imported
 CONNECT_S = 5.0
+LARGEST_FILE = 2**20  # of a task's YAML file; a larger one is something else
+_KEYS = (b"task", b"group", b"tag")
 INSTALL = (
     "lm-eval is not installed; run `pip install 'isoflop[tasks]'`, or `pip install -e '.[tasks]'` "
     "in a checkout"
@@ -57,18 +59,24 @@ def _shipped() -> Iterator[Path]:
 def _files(folder: Path) -> Iterator[Path]:
     """Yield YAML files and those that they include, such as `gpqa_yaml`, which may name a tag."""
     for path in folder.rglob("*"):
-        if path.suffix in ("", ".yaml") and path.is_file():
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        may_list = path.suffix in ("", ".yaml") and not hidden and path.is_file()
+        if may_list and path.stat().st_size < LARGEST_FILE:
             yield path
 
 
 def _lists(text: bytes, name: str) -> bool:
-    """Whether a line has only this name, as a task, group or tag or as an item of a list."""
+    """Whether a line has this name as a task, group or tag, or as an item of a list."""
     word = os.fsencode(name)  # a shell passes any bytes
     if word not in text:  # a fast test, because there are 14,000 files
         return False
-    before = rb"^[^\w\n]*(?:\b(?:task|group|tag)\b[^\w\n]*:|-)[^\w\n]*"
-    line = before + re.escape(word) + rb"[^\w\n]*(?:#.*)?$"
-    return bool(re.search(line, text, re.MULTILINE))
+    for line in text.splitlines():
+        if word in line:
+            plain = line.partition(b"#")[0].translate(None, b" \t[]'\"")
+            key, colon, value = plain.removeprefix(b"-").partition(b":")
+            if word in (value if colon else key).split(b",") and (not colon or key in _KEYS):
+                return True
+    return False
 
 
 def _directories(names: Sequence[str]) -> list[Path]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.tasks.questions import Question, Score, Task, mean
 
-_PASS_TOKENS = {"cpu": 2048, "cuda": 65536}  # in one forward pass, if the vocabulary is small
+_PASS_TOKENS = {"cpu": 2048, "cuda": 16384}  # in one forward pass, if the vocabulary is small
 # In one forward pass: half a GB in fp32 on a CPU, 1 GB in bf16 on a GPU. A GPU gets larger passes,
 # because the host cannot start the kernels of small ones fast enough.
 _PASS_LOGITS = {"cpu": 2**27, "cuda": 2**29}

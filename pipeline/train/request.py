@@ -226,7 +226,8 @@ def _continue(request: Request, devices: Devices) -> PlannedRun:
         raise ConfigError("--size is missing; `launch show --sizes` lists all sizes")
     if request.out is None or not RunDir(request.out).exists:
         given = "no run" if request.out is None else f"{request.out}, which is not a run"
-        raise RunError(f"--resume got {given}; give the --out of a run, or remove --resume")
+        text = f"--resume got {given}"
+        raise RunError(f"{text}; give the --out of a run, or the options of a new one")
     run = RunDir(request.out)
     # The shards may be at another path now; the hash of their manifest must be the same.
     moved = {} if request.data is None else {"data": {"dir": str(request.data)}}
@@ -289,13 +290,14 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         if other != value:
             raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
     if spec.init != layer.get("init"):
-        raise ConfigError(f"init={spec.init} is not the run of --init or --run; give it there")
+        text = f"init={spec.init}: a run starts from its --init (`launch finetune`: --run)"
+        raise ConfigError(f"{text}; remove `init` from --set and --config")
     if spec.lora is not None and spec.init is None:
-        text = f"lora.rank={spec.lora.rank} trains adapters of weights that would stay random"
+        text = f"lora.rank={spec.lora.rank} needs trained weights, because LoRA keeps them"
         raise ConfigError(f"{text}; give a run with --init, or remove it")
     _check_corpus(corpus, spec)
-    if before is not None:
-        _check_weights(spec.model, before.model, f"--init {request.init}")
+    if before is not None and request.init is not None:
+        _check_weights(spec.model, before.model, request.init)
         if spec.init is not None:  # None: `launch finetune --scratch`
             check_initial_weights(spec.model, start)
     tasks = _task_files(spec)
@@ -315,7 +317,7 @@ def _task_files(spec: RunSpec) -> tuple[str, ...]:
     return tasks
 
 
-def _check_weights(own: Model, weights: Model, source: str) -> None:
+def _check_weights(own: Model, weights: Model, source: Path) -> None:
     """Refuse a model that cannot start from the weights of another one."""
     read = {key: attrgetter(key) for key in (*_OF_THE_WEIGHTS, "layers", "encoder_layers", "seq")}
     wrong = [key for key in _OF_THE_WEIGHTS if read[key](own) != read[key](weights)]

@@ -117,8 +117,9 @@ def test_the_law_is_drawn_through_the_runs_of_each_size() -> None:
         drawn = np.interp(np.log(D[ours]), np.log(each["tokens"]), each["loss"])
         assert drawn == pytest.approx(loss[ours], rel=2e-3)
         assert np.abs(np.diff(np.log(each["loss"]))).max() < 0.06  # no cliff
-    best = law_view.line(done, points)
-    assert best is not None and best["tokens_per_param"] is None and len(lines) == 5
+    assert law_view.drawn_ratio(done, points) is None
+    best = law_view.line(done, points, None)
+    assert best is not None and len(lines) == 5
     below = np.interp(np.log(points.C), np.log(best["C"]), best["loss"])
     assert (below < 0.99 * loss).all()
 
@@ -127,15 +128,17 @@ def test_the_law_is_drawn_near_the_runs_where_the_best_splits_are_far() -> None:
     """In the demo, N* is a hundredth of the smallest run; there the interval covers every loss."""
     points = read_csv(Path(__file__).parents[1] / "scaling" / "demo.csv")
     done = study(points, "auto", tested=True)
-    drawn = law_view.line(done, points)
+    ratio = law_view.drawn_ratio(done, points)
+    assert ratio == pytest.approx(np.median(points.D / points.N))
+    drawn = law_view.line(done, points, ratio)
     assert drawn is not None
-    assert drawn["tokens_per_param"] == pytest.approx(np.median(points.D / points.N))
-    near = np.abs(np.log(points.D / points.N / drawn["tokens_per_param"])) < 0.2
+    near = np.abs(np.log(points.D / points.N / ratio)) < 0.2
     expected = np.interp(np.log(points.C), np.log(drawn["C"]), drawn["loss"])
     assert near.sum() >= 2
     assert expected[near] == pytest.approx(points.loss[near], rel=0.03)
     assert (np.array(drawn["high"]) < 1.25 * np.array(drawn["low"])).all()
-    assert f"{drawn['tokens_per_param']:.3g} tokens per param" in law_view.in_words(done, points)
+    words = law_view.in_words(done, points, ratio)
+    assert f"{ratio:.3g} tokens per parameter" in words and "far outside of them" in words
 
 
 def test_the_page_has_the_mfu_that_the_command_prices_with() -> None:

@@ -233,7 +233,7 @@ def test_the_page_draws_smooth_lines_through_runs_of_different_ratios() -> None:
     loss = true_loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 0.001, 12))
     ladder = Points(N, D, 6 * N * D, loss, tuple(map(str, range(12))), "made")
     done = study(ladder)
-    shown = line(done, ladder)
+    shown = line(done, ladder, None)
     assert shown is not None
     best = done.optimum(np.array(shown["C"]))
     assert best is not None
@@ -253,7 +253,7 @@ def test_the_page_draws_smooth_lines_through_runs_of_different_ratios() -> None:
         assert (slopes < 0).all() and (np.diff(slopes) > -1e-4).all()
     no_sizes = study(ladder.take(np.arange(0, 12, 3)))
     assert no_sizes.name == "power" and size_lines(no_sizes, ladder, {}) == []
-    assert line(no_sizes, ladder) is not None
+    assert line(no_sizes, ladder, None) is not None
 
 
 def test_the_interval_widens_with_the_reach() -> None:

@@ -10,6 +10,7 @@ import pytest
 from launch.plan import _known_best
 from pipeline.errors import UserError
 from pipeline.scaling import predict
+from pipeline.scaling.csv_table import LINE, read_table
 from pipeline.scaling.points import read_csv
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import true_loss
@@ -297,10 +298,13 @@ def test_odd_rows_end_in_one_line(
 
 def test_an_error_names_the_line_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "p.csv"
-    file.write_text("run,N,D,loss\n\x1b[2Ja,1e6,2e7,3.5\n#b,1e7,2e8,3.2\n")
-    assert read_csv(file).run == ("[2Ja", "#b")  # no escape sequence reaches a terminal
-    file.write_text("run,N,D,loss\n#1,1e6,2e7,3.5\n//2,1e7,2e8,3.2\n# a comment\n")
-    with pytest.raises(UserError, match=r"p.csv:4: '# a comment' is a comment"):
+    file.write_text("run,N,D,loss,\x1b[2Jx\n\x1b[2Ja,1e6,2e7,3.5,\nb,1e7,2e8,3.2,\n")
+    assert read_csv(file).run == ("[2Ja", "b")  # no escape sequence reaches a terminal
+    assert read_table(file, ())[0].keys() == {"run", "N", "D", "loss", "[2Jx", LINE}
+    file.write_text("run,N,D,loss\n#1,1e6,2e7,3.5\n#2,1e7,2e8,3.2\n")
+    assert read_csv(file).run == ("#1", "#2")
+    file.write_text("run,N,D,loss\na,1e6,2e7,3.5\n#b,1e7,2e8,3.2\n")  # commented out
+    with pytest.raises(UserError, match=r"p.csv:3 "):
         read_csv(file)
     file.write_text("N,D,loss\n1e6,2e7,3.5\n\n1e7,2e8,x\n")
     with pytest.raises(UserError, match=r"p.csv:4: loss='x'"):
