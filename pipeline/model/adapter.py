@@ -3,7 +3,7 @@
 I inputs · O outputs · R rank
 
 A frozen weight is a buffer: no engine looks for its gradient, no optimizer has a state for it, and
-a checkpoint stores it under its own name. When a trained model is loaded, the product is merged.
+a checkpoint stores it under its own name. Loading a trained model merges the product into it.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -42,14 +42,11 @@ def adapt(model: nn.Module, lora: Lora, seed: int, dtype: torch.dtype = torch.fl
     The product starts at zero, so that the model is unchanged at first. Like all weights, those of
     an adapter are drawn by name, from N(0, 1/inputs)."""
     for name, module in list(model.named_modules()):
-        for leaf, child in list(module.named_children()):
-            path = f"{name}.{leaf}" if name else leaf
-            gate = f"{path}.weight".endswith(GATES)  # too small for an adapter
-            if isinstance(child, nn.Linear) and path.startswith(BLOCKS) and not gate:
-                adapted = AdaptedLinear(child, lora)
-                std = child.in_features**-0.5
-                draw_normal(adapted.lora_down, std, f"{seed}/{path}.{_DOWN}")
-                setattr(module, leaf, adapted)
+        gate = f"{name}.weight".endswith(GATES)  # too small for an adapter
+        if isinstance(module, nn.Linear) and name.startswith(BLOCKS) and not gate:
+            adapted = AdaptedLinear(module, lora)
+            draw_normal(adapted.lora_down, module.in_features**-0.5, f"{seed}/{name}.{_DOWN}")
+            model.set_submodule(name, adapted)
     freeze(model, dtype)
 
 

@@ -17,7 +17,7 @@ _PROGRAMS = 1024  # programs of a pass that sums over rows: several per core of 
 
 
 def pointer(x: Tensor, given: Tensor | None) -> Tensor:
-    """A kernel needs a pointer for every tensor, also for one that it will not read."""
+    """Return `given` or, if it is None, any tensor: a kernel needs a pointer in its place."""
     return x if given is None else given
 
 
@@ -76,7 +76,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 @triton.jit
 def _normal(x):
-    """The normal distribution's density at x and its integral up to x.
+    """Return the normal distribution's density at x and its integral up to x.
 
     Both need e^(-x²/2). The integral is formula 7.1.26 of Abramowitz and Stegun, exact to 1.5e-7,
     which takes a third of the operations of erf."""
@@ -274,7 +274,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_norm(x: Tensor, y: Tensor | None, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y and its RMSNorm.
+    """Return x + y and its RMSNorm.
 
     The backward is one pass, which also adds the gradient of the sum itself; compiled code takes
     1.2 to 1.8 times as long."""
