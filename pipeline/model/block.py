@@ -96,6 +96,14 @@ class Block(nn.Module):
         return self.ffn(x_BSW), None
 
 
+def compile_blocks(model: nn.Module) -> None:
+    """Compile every block by itself. This starts faster than compiling the whole model, and all
+    layers share one graph. Hooks that an engine adds, such as ZeRO-3's gathering, stay outside."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+
+
 class Ahead(nn.Module):
     """Predicts the token after the next from state and next token (arXiv 2412.19437, §2.2)."""
 
