@@ -120,8 +120,7 @@ def _encoding(model: Path, path: Path) -> Figures:
 
 
 def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
-    """Compare medians of alternating runs, so that other load slows both sides. It affects CPU time
-    least."""
+    """Compare medians of alternating runs, so that other load slows both sides."""
     plain = []
     ours = []
     for number in range(ROUNDS):

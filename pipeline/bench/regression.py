@@ -99,8 +99,7 @@ def ridge(x_BKD: Tensor, y_BK: Tensor, noise: float) -> Tensor:
 
 
 def build(config: RunConfig, problem: Problem, device: torch.device) -> Decoder:
-    """Build our decoder with a linear layer in place of its embedding. The vocabulary has one
-    token, whose logit is the prediction."""
+    """Build our decoder with a linear layer as its embedding; its one logit is the prediction."""
     model = build_model(config.model)
     # Channels for x, for y, and for which of the two it is.
     read_in = nn.Linear(problem.dimensions + 3, config.model.input_width, bias=False)

@@ -152,8 +152,7 @@ def _begin(state: Iterable[Fragment], own: Model, checkpoint: Checkpoint) -> Non
 
 def _thinned(name: str, own: Model, stored: Model) -> str:
     """Return the name of the stored tensor that a tensor starts from. A model with fewer layers
-    starts from layers at equal distances, including the first and the last: for 6 of 12 layers, as
-    DistilBERT does."""
+    takes layers at equal distances, with the first and the last: 6 of 12 like DistilBERT."""
     sides = {
         "blocks.": (own.layers, stored.layers),
         "value_embeddings.": (own.layers, stored.layers),

@@ -57,8 +57,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _read_rope(theirs: Mapping[str, Any], *, scores: bool = False) -> Table:
-    """Read rotary positions. With `scores`, the family multiplies the softmax scale by YaRN's
-    factor, as DeepSeek does."""
+    """`scores`: the family multiplies the softmax scale by YaRN's factor, as DeepSeek does."""
     given = dict(theirs["rope_parameters"])
     rope: Table = {"kind": "rope", "theta": given["rope_theta"]}
     kind = given.get("rope_type", "default")

@@ -140,8 +140,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: BlockMask) ->
 
     score_mod = None if cap is None and bias_HQK is None else modify
     grouped = q.shape[1] != k.shape[1]
-    # A bias is loaded in fp32 tiles. With the usual three stages they exceed a Hopper GPU's shared
-    # memory, and the kernel does not compile.
+    # With the usual three stages, the fp32 tiles of a bias exceed a Hopper GPU's shared memory.
     options: FlexKernelOptions | None = None if bias_HQK is None else {"num_stages": 1}
     inputs = (q, k, v, score_mod, mask, scoring.scale, grouped)
     if sinks_H is None:
@@ -263,8 +262,7 @@ class GroupedAttention(nn.Module):
                 gains = (q_norm.gain, k_norm.gain)
             return norm_and_rotate(qkv_BSAD, c.heads, gains, self.eps, table)
         qk_BSAD, v_BSGD = qkv_BSAD.tensor_split((c.heads + c.kv_heads,), dim=2)
-        # Decoding on a CPU spends most of its time on overhead, so it normalizes queries and keys
-        # in one call.
+        # Decoding on a CPU is mostly overhead, so it normalizes queries and keys in one call.
         generating = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         if generating and isinstance(q_norm, RMSNorm):
             qk_BSAD = rms_norm(qk_BSAD, None, self.eps)

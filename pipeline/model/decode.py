@@ -54,8 +54,7 @@ def stream(
     # Padding may be any token, because the mask hides it.
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens_BS = torch.tensor(rows, device=device)
-    # For the prompt and every new token, so that the cache never grows. SDPA needs masks whose rows
-    # have a multiple of 8 keys.
+    # The cache never grows. Its size is rounded up, because SDPA needs mask rows of 8·n keys.
     capacity = -(-(longest + most) // 8) * 8
     cache = Cache(model.cfg.layers, capacity, padding_B if padding_B.any() else None)
     seeds = [sampling.row_seed(row) for row in range(len(prompts))]
@@ -108,8 +107,7 @@ def single_pass(
     model: Decoder, cache: Cache, tokens_B1: Tensor, most: int
 ) -> Callable[[Tensor], Tensor]:
     """Return the pass for one more token per row; on a GPU, a recorded one if that is possible."""
-    # Recording takes as long as several passes. Routed experts read their counts on the host, which
-    # a graph cannot do.
+    # Recording costs several passes. Routed experts read counts on the host, which a graph cannot.
     if tokens_B1.is_cuda and most > 8 and not model.routers():
         return RecordedPass(model, cache, tokens_B1)
     return lambda tokens_B1: last_logits(model, tokens_B1, cache)

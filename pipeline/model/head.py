@@ -40,8 +40,7 @@ def at_targets(
 
 
 class Transform(nn.Module):
-    """The layer between the stack and the head: a linear layer with activation and norm, or only a
-    projection to the rank of a tied embedding."""
+    """The layer before the head: with activation and norm, or a projection to the tied rank."""
 
     def __init__(self, cfg: Model) -> None:
         super().__init__()
@@ -88,8 +87,7 @@ class Head(nn.Module):
         if targets_BS is None:
             logits_BSV = cap(F.linear(h_BSW, self.weight, self.bias), self.softcap)
             return logits_BSV.squeeze(-1) if self.replaced else logits_BSV
-        # Each rank that shares a row divides by its part of the row's count, so that the mean over
-        # these ranks is the row's mean loss.
+        # Divided by the number of ranks that share a row: the mean of their losses is the row's.
         count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts
         h_TW = h_BSW.flatten(0, 1)
         targets_T = self.sequence.cut(targets_BS, 1).flatten()
@@ -142,6 +140,5 @@ class RowHead(nn.Module):
         else:
             nll_B = F.cross_entropy(out_BC, labels_B, ignore_index=IGNORED, reduction="none")
         nll = nll_B.sum() / labeled_B.sum().clamp(min=1)
-        # Only the first of the ranks that share a row has the row's first token. Losses are
-        # averaged over the ranks.
+        # Of the ranks that share a row, only the first has its first token; losses are averaged.
         return nll * (self.sequence.parts if self.sequence.rank == 0 else 0), out_BC

@@ -198,10 +198,8 @@ class Router(nn.Module):
     def _slots(
         self, experts_BN: Tensor, load_BE: Tensor, before_BE: Tensor, capacity: float
     ) -> tuple[int, Tensor]:
-        """Return the slots per expert, and the slot of each row (see `Choice`).
-
-        An expert accepts the first rows of each sequence, so that every layout drops the same
-        rows."""
+        """Return the slots per expert, and the slot of each row (see `Choice`). An expert accepts
+        the first rows of each sequence, so that every layout drops the same rows."""
         batch, rows = experts_BN.shape
         experts = self.cfg.experts
         device = experts_BN.device

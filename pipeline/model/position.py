@@ -161,8 +161,7 @@ def _along_diagonals(values_HL: Tensor, queries: int, keys: int) -> Tensor:
     """Spread values over the diagonals of a matrix, from the lower left to the upper right.
 
     Copies of the values, padded by one element, are concatenated and cut again into rows without
-    the padding: each row is then shifted by one from the row before. This needs no index, and
-    neither does its backward pass."""
+    the padding, so that each row is shifted by one. Forward and backward need no index."""
     length = queries + keys - 1
     padded_HQL = F.pad(values_HL, (0, 1)).unsqueeze(1).expand(-1, queries, -1)
     shifted_HQL = padded_HQL.flatten(1)[:, : queries * length].view(-1, queries, length)

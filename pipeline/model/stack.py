@@ -61,8 +61,7 @@ class Decoder(Side):
         self.embedding = nn.Embedding(cfg.vocab, cfg.input_width)
         self.add_inputs()
         self.smear = Smear(cfg) if cfg.smear else None
-        # These lookups stay outside of the compiled blocks, because the compiled backward pass of a
-        # lookup adds rows in no fixed order.
+        # Outside of the compiled blocks: a compiled lookup's backward adds rows in no fixed order.
         self.value_embeddings = nn.ModuleDict(_value_embeddings(cfg))
         self.encoder = encoder
         layers = 1 if cfg.shares("decoder") else cfg.layers
@@ -170,8 +169,7 @@ class Decoder(Side):
             context = self._encode(context, routings, inputs, cache)
         x_BSW = self.embed(self._smeared(tokens_BS, places, cache), places, inputs.segments_BS)
         if self.training and not x_BSW.requires_grad:
-            # The embedding is frozen. ZeRO-3 gathers the weights of a block for the backward pass
-            # only if the block's input has a gradient.
+            # A frozen embedding: ZeRO-3 gathers a block only if the block's input has a gradient.
             x_BSW.requires_grad_()
         x_BSW, pending = self._decode(x_BSW, tokens_BS, context, routings, cache)
         # Decoding needs only the next token, and the logits of a long prompt would fill the memory.
@@ -316,11 +314,10 @@ class Decoder(Side):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def _smeared(self, tokens_BS: Tensor, places: Tensor, cache: Cache | None) -> Tensor:
-        """Embed the tokens and, with `smear`, mix each with the token before it, which may belong
-        to another process or to the cache."""
+        """Embed the tokens and, with `smear`, add a part of the token before to each."""
         if self.smear is None:
             return self._look_up(self.sequence.cut(tokens_BS, 1))
-        before_B1 = tokens_BS[:, :1]  # any token: nothing is mixed into the first one of a row
+        before_B1 = tokens_BS[:, :1]  # any token: nothing is added to the first one of a row
         if cache is not None:
             before_B1 = before_B1 if cache.last_B1 is None else cache.last_B1
         row_BS = self.sequence.cut_after(torch.cat((before_B1, tokens_BS), dim=1))

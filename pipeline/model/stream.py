@@ -23,8 +23,7 @@ class Smear(nn.Module):
         self.scale = nn.Parameter(torch.zeros(1))
 
     def forward(self, x_BSW: Tensor, follows: Tensor) -> Tensor:
-        """The input has one extra token on the left. `follows`, (S) or (B, S), is false where a
-        document starts."""
+        """The input begins with an extra token. `follows` is false where a document starts."""
         here_BSW = x_BSW[:, 1:]
         gate_BS1 = torch.sigmoid(self.gate(here_BSW[..., : self.gate.in_features]))
         gate_BS1 = self.scale * gate_BS1 * follows.unsqueeze(-1)
@@ -44,8 +43,7 @@ class Scales(nn.Module):
 
 
 class Backout(nn.Module):
-    """Subtracts a share of the middle layer's stream after the last layer. It removes features that
-    only the later layers need."""
+    """Subtracts a share of the middle layer's stream, which only later layers need, at the end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,8 +30,7 @@ def mix_one(x: int) -> int:
 class Draws:
     """The random numbers of one row: SplitMix64, started by the seed and the row's number.
 
-    Creating a numpy generator takes longer than making a row, and a new version of numpy may draw
-    other numbers."""
+    A numpy generator takes longer to create than a row, and may change with the version."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.number = number

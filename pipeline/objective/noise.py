@@ -179,8 +179,8 @@ def mask_pairs(
 
 
 def join_halves(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Divide a text in two. In half of the rows (label 1), the second part comes from another text
-    (BERT), or the parts are swapped (ALBERT)."""
+    """Divide a text in two. In half of the rows (label 1), take the second part from another text
+    (BERT) or swap the parts (ALBERT)."""
     half = len(text.tokens) // 2
     # Both parts have at least a quarter of the text.
     border = half // 2 + int(draws.below(half, 1)[0])
@@ -266,8 +266,7 @@ def corrupt(
     """Permute the sentences, replace each span by one mask, and predict the whole text.
 
     The lengths of the spans are Poisson distributed, given that their sum is the number of tokens
-    to cut out: every such token is assigned to a random span. An empty span inserts a mask.
-    """
+    to cut out: every such token is assigned to a random span. An empty span inserts a mask."""
     length = len(text.tokens)
     cut, spans = objective.noise(length)
     shuffled = text.tokens

@@ -45,8 +45,7 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
         if embedding:
             scale = model.embedding_scale
         expert_group = getattr(parameter, "group_name", "")
-        # AdamW subtracts rate × decay × weight. Dividing by `scale` makes rate × decay the same at
-        # every width, as in muP's code.
+        # Dividing by `scale` makes rate × decay the same at every width, as in muP's code.
         weight_decay = 0.0 if no_decay else decay / scale
         group = {"params": [], "weight_decay": weight_decay, "lr_scale": scale}
         if expert_group:
@@ -100,6 +99,5 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 def gate_step(optimizer: Optimizer, apply: Tensor) -> None:
     """Apply the next step only if `apply` is true; otherwise weights and moments stay unchanged.
 
-    Fused AdamW reads torch's flag for its loss scaler on the device, so the host does not wait.
-    Muon does the same."""
+    Fused AdamW and Muon read this flag of torch's loss scaler on the device, without waiting."""
     optimizer.found_inf = (~apply).float()  # type: ignore[attr-defined]

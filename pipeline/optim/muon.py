@@ -268,8 +268,7 @@ def newton_schulz(batch_BRC: Tensor) -> Tensor:
     """Orthogonalize matrices as torch.optim.Muon does, in bf16; the input may be overwritten."""
     if batch_BRC.is_cuda:
         return iterate(batch_BRC)
-    # A batch is not faster on a CPU. One by one, the results are those of torch.optim.Muon with
-    # sums in fp32, bit for bit.
+    # One by one on a CPU, results equal torch.optim.Muon with sums in fp32, bit for bit.
     return torch.stack([iterate(matrix) for matrix in batch_BRC])
 
 

@@ -21,8 +21,7 @@ from pipeline.parallel.world import World, join
 def build_engine(config: RunConfig, world: World) -> Engine:
     join(world, os.environ)
     if config.train.dtype == "bf16" and world.device.type == "cuda":
-        # Only the routers multiply in fp32. Their operands are bf16 values, which TF32 represents
-        # exactly.
+        # For routers, which multiply bf16 values in fp32. TF32 represents these values exactly.
         torch.set_float32_matmul_precision("high")
     engine: Engine
     # Each engine is imported where it is used: DeepSpeed alone takes seconds.

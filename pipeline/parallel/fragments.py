@@ -90,10 +90,8 @@ def weights(model: nn.Module) -> Iterator[Fragment]:
 def split(
     key: str, shape: tuple[int, ...], expert: tuple[int, int] | None, offset: int, part: Tensor
 ) -> Iterator[Fragment]:
-    """Turn a contiguous part of a parameter into fragments, cut where one expert ends.
-
-    `expert` is (index of the first local expert, number of experts) if the first dimension counts
-    local experts."""
+    """Turn a contiguous part of a parameter into fragments, cut where one expert ends. If the first
+    dimension counts local experts, `expert` has the first one's index and the number of all."""
     if expert is None:
         if len(part):
             yield Fragment(key, shape, offset, part)

@@ -126,10 +126,8 @@ def _split(piece: Piece, matrices: MatrixLayout, start: int) -> list[_Held]:
 
 
 def _choose_owners(by_rank: Sequence[Sequence[_Held]]) -> dict[str, int]:
-    """Return the owner of every matrix. Every rank has the same input and gets the same result.
-
-    An owner has at least half as much of the matrix as any other rank. Among such ranks, the one
-    with the least work so far is chosen."""
+    """Return the owner of every matrix: the rank with the least work so far among those that have
+    at least half as much of the matrix as any other rank. Every rank gets the same result."""
     holders: dict[str, list[tuple[int, _Held]]] = {}
     for rank, held in enumerate(by_rank):
         for each in held:

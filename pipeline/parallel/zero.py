@@ -35,8 +35,7 @@ from deepspeed.utils import groups, safe_get_full_grad, set_z3_leaf_modules
 
 if hide_mlflow:
     del sys.modules["mlflow"]
-# DeepSpeed imports its Muon for any optimizer. Its functions are decorated with compile, which
-# alone would import torch's compiler.
+# DeepSpeed imports its Muon for any optimizer, whose decorators would import torch's compiler.
 _compile = compiler.compile
 compiler.compile = lambda: lambda function: function
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402

@@ -385,8 +385,7 @@ def _source_scores(model: Model) -> int:
 
 
 def _scores(model: Model, layer: int) -> int:
-    """FLOPs of scores and weighted values in one layer. On average, a query attends to half of the
-    sequence, or to less with a window."""
+    """FLOPs of scores and weighted values in one layer, per token."""
     a = model.attention
     seq = model.seq
     window = min(a.window, seq) if a.window is not None and model.windowed(layer) else seq

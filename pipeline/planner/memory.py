@@ -16,11 +16,10 @@ from pipeline.planner.work import adapters, frozen_params, trained_params
 MEMORY_ERROR = 0.1  # the largest relative error of an estimate (docs/BENCHMARKS.md)
 # Share of a GPU's memory that tensors can use; driver, NCCL and fragmentation take the rest.
 USABLE = 0.92
-# Muon's temporary tensors: the largest number of elements (MAX_ELEMENTS in optim/muon.py), and the
-# bytes per element: a matrix before and after an iteration and two products in bf16, or two fp32
-# copies of weights.
-_BATCH = 2**26
-_BATCH_BYTES = 8
+# Muon's temporary tensors: a matrix before and after an iteration and two products in bf16, or two
+# fp32 copies of weights.
+_BATCH = 2**26  # elements: MAX_ELEMENTS in optim/muon.py
+_BATCH_BYTES = 8  # per element
 # Measured memory of a rank on a CPU besides its tensors: torch and DeepSpeed themselves.
 PROCESS_BYTES = 2**28
 
@@ -86,13 +85,10 @@ def model_memory(
     muon: bool = False,
     lora: Lora | None = None,
 ) -> Memory:
-    """Estimate the memory of one rank.
-
-    ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3. A rank holds
+    """ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3. A rank holds
     everything that is not sharded, but only 1/`ep` of the experts and 1/`sp` of a sequence's
     activations. A step of one micro-batch does not `accumulate`. With `offload`, the optimizer's
-    states are on the host. With LoRA, every rank holds all frozen weights, which have neither
-    gradients nor moments."""
+    states are elsewhere. LoRA's frozen weights are whole, without gradients and moments."""
     experts = count.params(model).experts
     trained = trained_params(model, lora)
     size = count.BYTES[dtype]

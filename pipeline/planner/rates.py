@@ -150,8 +150,7 @@ def _muon(lr: float, model: Model, steps: int) -> Settings:
         "optimizer.embedding_rate": embedding,
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),
         "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "the same as head_rate"),
-        # With this decay, updates older than a fifth of the run have little effect. At the peak, a
-        # step removes at most a tenth of a weight.
+        # Updates older than a fifth of the run lose their effect. A step decays at most a tenth.
         "optimizer.decay": Setting(
             _digits(5 / (lr * max(steps, 50))), "5/(rate·steps), steps ≥ 50: arXiv 2405.13698"
         ),

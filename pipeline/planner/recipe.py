@@ -131,16 +131,14 @@ def batch_setting(spec: RunSpec) -> rates.Setting:
 
 
 def _whole_rows(rows: float) -> int:
-    """Return the nearest 2^k, at least 8, or 3·2^k, at least 24. Most world sizes divide such a
-    batch, so they all train with the same batch."""
+    """Return the nearest 2^k, at least 8, or 3·2^k, at least 24, which most world sizes divide."""
     candidates = [m << k for k in range(3, 24) for m in (1, 3)]  # up to 25 million
     return min(candidates, key=lambda each: abs(math.log(each / max(rows, 1))))
 
 
 def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:
-    """Return the micro-batch in rows. About 16k tokens of 1b fill a GPU and fit into its memory. A
-    smaller model gets more tokens, because otherwise its kernels end before the host has launched
-    the next ones (docs/LOG.md)."""
+    """Return the rows of a micro-batch. About 16k tokens of 1b fill a GPU and fit into its memory.
+    Smaller models get more tokens, so that the host launches kernels in time (docs/LOG.md)."""
     sp = spec.parallel.sp
     most = max(1, 16384 * sp // spec.model.seq)
     if gpu:

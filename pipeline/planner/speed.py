@@ -79,7 +79,7 @@ class Estimate:
 def traffic(
     model: Model, layout: Layout, *, dtype: Dtype, micros: int, muon: bool = False
 ) -> Traffic:
-    """Count the traffic of a step.
+    """Count the bytes of a step.
 
     ZeRO-0 all-reduces gradients once per step. ZeRO-1 reduce-scatters them and gathers weights.
     ZeRO-2 reduce-scatters in each micro-batch, and ZeRO-3 also gathers weights twice in each. A
@@ -159,8 +159,7 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
 
 
 def _groups(model: Model, layout: Layout) -> Iterator[tuple[int, int]]:
-    """Yield the parameters of a rank and how many ranks share them: first those outside of
-    experts, then its share of the experts."""
+    """Yield parameters of a rank and how many ranks share them: dense ones, then experts."""
     counted = count.params(model)
     yield counted.total - counted.experts, layout.ranks
     if counted.experts:
@@ -299,8 +298,7 @@ def recommend(spec: RunSpec, estimates: Sequence[Estimate]) -> Estimate | None:
     """Return the best estimate with the spec's ZeRO stage and ep; None if none of them fits."""
     parallel = spec.parallel
     ddp = parallel.engine == "accelerate"
-    # With DeepSpeed, ZeRO-1 was faster than stage 0 even on one GPU (docs/LOG.md), so stage 0 is
-    # used only if the spec names it.
+    # DeepSpeed's ZeRO-1 was faster than stage 0 even on one GPU (docs/LOG.md).
     least = max(parallel.offload.least_zero, 1 if parallel.zero == "auto" else 0)
     zeros = (0,) if ddp else range(least, 4)
     possible = [
