@@ -64,12 +64,7 @@ class Helper(Protocol):
 class Side(nn.Module):
     """A stack without its head. Subclasses add the parts in the order of their use."""
 
-    position: nn.Module | None
-    segments: nn.Module | None
-    embedding_norm: nn.Module | None
-    embedding_projection: nn.Module | None
     blocks: nn.ModuleList
-    norm: nn.Module
 
     def __init__(self, cfg: Model, *, causal: bool, recompute: bool) -> None:
         super().__init__()
@@ -86,10 +81,8 @@ class Side(nn.Module):
         summed = cfg.embedding_norm == "sum"
         self.embedding_norm = make_norm(cfg.input_width, cfg.norm) if summed else None
         bias = isinstance(cfg.ffn, FFN) and cfg.ffn.bias
-        wider = None
-        if cfg.embedding_rank is not None:
-            wider = nn.Linear(cfg.embedding_rank, cfg.width, bias=bias)
-        self.embedding_projection = wider
+        rank = cfg.embedding_rank
+        self.embedding_projection = None if rank is None else nn.Linear(rank, cfg.width, bias=bias)
 
     def add_norm(self) -> None:
         """Add the norm after the last block. Blocks that normalize the stream itself need none."""

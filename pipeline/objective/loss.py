@@ -20,26 +20,6 @@ def cap(logits: Tensor, softcap: float | None) -> Tensor:
     return (softcap * torch.tanh(logits.float() / softcap)).type_as(logits)
 
 
-def terms(
-    logits_TV: Tensor,
-    targets_T: Tensor,
-    share_T: Tensor,
-    z_loss: float,
-    softcap: float | None = None,
-    smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a chunk's part of the mean loss, its part of the terms that training adds, and the
-    gradient for the given logits.
-
-    Training adds the squared log-sum-exp times z_loss, and the effect of label smoothing. `share_T`
-    is the weight of each token in the mean. The loss and the terms use the capped logits."""
-    if logits_TV.is_cuda:
-        from pipeline.objective.loss_kernel import cross_entropy
-
-        return cross_entropy(logits_TV, targets_T, share_T, z_loss, softcap, smoothing)
-    return eager_terms(logits_TV, targets_T, share_T, z_loss, softcap, smoothing)
-
-
 def eager_terms(
     logits_TV: Tensor,
     targets_T: Tensor,
@@ -48,7 +28,11 @@ def eager_terms(
     softcap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch, with as few passes over the logits as possible."""
+    """Return a chunk's part of the mean loss, its part of the terms that training adds, and the
+    gradient for the given logits. A GPU uses a kernel for this (loss_kernel.py).
+
+    Training adds the squared log-sum-exp times z_loss, and the effect of label smoothing. `share_T`
+    is the weight of each token in the mean. The loss and the terms use the capped logits."""
     logits_TV_fp32 = cap(logits_TV.float(), softcap)
     top_T1, at_T1 = logits_TV_fp32.max(dim=-1, keepdim=True)
     grad_TV = logits_TV_fp32.softmax(dim=-1)
@@ -138,6 +122,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if bias_V is not None and bias_V.requires_grad:
             grad_b = torch.zeros_like(bias_V, dtype=torch.float32)
         nll, more = h_TW.new_zeros((2,), dtype=torch.float32)
+        terms = eager_terms
+        if h_TW.is_cuda:
+            from pipeline.objective.loss_kernel import cross_entropy as terms
         for start in range(0, h_TW.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = torch.nn.functional.linear(h_TW[part], weight_VW, bias_V)

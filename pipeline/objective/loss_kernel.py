@@ -88,7 +88,7 @@ def cross_entropy(
     softcap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrite the logits with their gradient: one read and one write of memory.
+    """`eager_terms` that overwrites the logits with their gradient: one read and one write.
 
     If the vocabulary is not a power of two, compiled code takes twice as long."""
     nll, more = share_T.new_empty(2, len(share_T))

@@ -228,6 +228,7 @@ class Muon(AdamW):
             _distribute(elements, matrix.among(updates))
 
 
+# Bound here, before torch adds hooks to AdamW.step. Muon.step calls the hooks itself.
 _step_adamw: Callable[[AdamW], None] = AdamW.step
 
 

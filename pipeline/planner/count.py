@@ -320,6 +320,10 @@ class Flops:
     attention: int
     recompute: int
 
+    def __add__(self, other: "Flops") -> "Flops":
+        attention = self.attention + other.attention
+        return Flops(self.matmul + other.matmul, attention, self.recompute + other.recompute)
+
     @property
     def model(self) -> int:
         return self.matmul + self.attention

@@ -20,19 +20,14 @@ def training_flops(spec: RunSpec, *, recompute: Recompute = False) -> Flops:
     own = None if generator else predicted
     flops = flops_per_token(model, recompute=recompute, predicted=own)
     if generator is not None:
-        more = flops_per_token(generator, recompute=recompute, predicted=predicted)
-        flops = _sum(flops, more)
+        flops += flops_per_token(generator, recompute=recompute, predicted=predicted)
     if spec.lora is not None:
         flops = adapted_flops(flops, model, spec.lora)
     teacher = teacher_model(spec)
     if teacher is not None:
         whole = flops_per_token(teacher, predicted=predicted)
-        flops = _sum(flops, Flops(whole.matmul // 3, whole.attention // 3, 0))
+        flops += Flops(whole.matmul // 3, whole.attention // 3, 0)
     return flops
-
-
-def _sum(a: Flops, b: Flops) -> Flops:
-    return Flops(a.matmul + b.matmul, a.attention + b.attention, a.recompute + b.recompute)
 
 
 def convention(spec: RunSpec) -> str:
