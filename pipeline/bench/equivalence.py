@@ -241,8 +241,7 @@ def compare_layouts(
         )
         done = False
         while not done:
-            # `join` raises the error of a rank that failed. The queue is emptied in between,
-            # because a rank blocks when the pipe behind it is full.
+            # `join` raises the error of a failed rank. A rank blocks when the queue's pipe is full.
             done = ranks.join(0.2)
             while not outcomes.empty():
                 yield outcomes.get()

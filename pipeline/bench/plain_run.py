@@ -172,10 +172,8 @@ def _split(name: str, p: Tensor, cfg: Model) -> list[Tensor]:
 
 
 def draw_batch(config: RunConfig, step: int, world: World) -> Batch:
-    """Draw a rank's rows of a step from a seed.
-
-    In the second step all tokens are equal and choose the same experts, so that the experts of some
-    ranks get none."""
+    """Draw a rank's rows of a step from a seed. In the second step all tokens are equal and choose
+    the same experts, so that the experts of some ranks get none."""
     rows = config.rows
     reader, readers = world.reader(config.parallel.sp)
     own = range(reader * rows // readers, (reader + 1) * rows // readers)

@@ -71,8 +71,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._blocked_s = 0.0  # by the save in progress
-        # Set when the state may change again: on a CPU after the copy, on a GPU when the copy is
-        # enqueued in a stream that the training stream will wait for.
+        # Set when the state may change again: the copy is done or, on a GPU, enqueued.
         self._copied = threading.Event()
         self._copied.set()
         on_gpu = world.device.type == "cuda"

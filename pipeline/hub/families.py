@@ -22,8 +22,7 @@ from pipeline.hub.settings import CONVERTERS, Table
 
 
 class Family(Frozen):
-    """A class of transformers, and the names of our settings and tensors in its files.
-    configs/hub/decoders.toml explains the entries."""
+    """A class of transformers; configs/hub/decoders.toml explains the entries."""
 
     architecture: str  # the class
     kind: str  # model_type

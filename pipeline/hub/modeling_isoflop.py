@@ -165,8 +165,7 @@ class IsoflopRouter(nn.Module):
         if self.e_score_correction_bias is not None:
             ranks_TE = ranks_TE + self.e_score_correction_bias.float()
         if c.router_groups > 1:
-            # Only experts of the best groups can be chosen. A group is ranked by its best expert
-            # under softmax, and by its best two under sigmoid.
+            # Choose only in the best groups: by their best expert (softmax) or best two (sigmoid).
             grouped = ranks_TE.view(len(ranks_TE), c.router_groups, -1)
             best = grouped.topk(min(1 if softmax else 2, grouped.shape[-1]), -1).values.sum(-1)
             chosen = torch.zeros_like(best, dtype=torch.bool)

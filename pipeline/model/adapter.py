@@ -51,14 +51,13 @@ def adapt(model: nn.Module, lora: Lora, seed: int, dtype: torch.dtype = torch.fl
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turn every parameter except those of adapters and of the row head into a buffer. Engines cast
-    parameters only, so the buffers get the dtype of training here."""
+    """Turn parameters into buffers of a dtype, except those of adapters and of the row head."""
     frozen: dict[int, Tensor] = {}
     for name, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if leaf in (_DOWN, _UP) or name.startswith("row_head"):
                 continue
-            # A tied head is the embedding, and is saved with it.
+            # Engines do not cast buffers. A tied head is saved with the embedding.
             tied = id(parameter) in frozen
             buffer = frozen.setdefault(id(parameter), parameter.detach().to(dtype))
             delattr(module, leaf)

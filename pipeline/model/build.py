@@ -165,8 +165,7 @@ def _std(name: str, parameter: Tensor, cfg: Model) -> float:
         return 0.0
     std = cfg.init_std
     if cfg.init == "fan_in":
-        # Experts are (in, out), linear layers (out, in). The rows of a table enter the stream, so
-        # a table counts as a matrix with the stream's width.
+        # Experts are (in, out), linear layers (out, in). A table's fan-in counts as the width.
         inputs = parameter.shape[-2 if hasattr(parameter, "expert") else -1]
         std /= math.sqrt(cfg.width if name.startswith(TABLES) else inputs)
     if leaf in ("embedding", "encoder.embedding"):

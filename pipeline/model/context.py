@@ -124,8 +124,7 @@ class LayerCache:
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add the new tokens' tensors and return those of all tokens so far."""
         if not self.kept:
-            # Memory for all tokens at once, so that a step copies only new ones. A masked value
-            # has the weight 0, and must not be a NaN.
+            # Memory for all tokens. Zeros, because a NaN would spoil a sum even with the weight 0.
             self.kept = [t.new_zeros(t.shape[0], self.capacity, *t.shape[2:]) for t in new]
         if self.place is not None:
             for kept, tensor in zip(self.kept, new, strict=True):

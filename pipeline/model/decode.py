@@ -75,8 +75,8 @@ def stream(
 class RecordedPass:
     """The pass for one new token per row, recorded as a CUDA graph and repeated for each token.
 
-    Starting the hundreds of kernels of a small pass takes the host several times as long as the GPU
-    needs to run them. A graph starts them all at once."""
+    The host needs several times as long to start a small pass's kernels as the GPU to run them. A
+    graph starts them all at once."""
 
     def __init__(self, model: Decoder, cache: Cache, tokens_B1: Tensor) -> None:
         device = tokens_B1.device

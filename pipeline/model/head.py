@@ -126,8 +126,8 @@ class RowHead(nn.Module):
     def forward(
         self, h_BSW: Tensor, labels_B: Tensor, last_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of the rows with a label, and the predictions. Floating-point labels
-        have the squared error as their loss; NaN is no label."""
+        """Return the mean loss of the labeled rows, and the predictions. The loss of floating-point
+        labels is the squared error; NaN is no label."""
         rows = torch.arange(len(h_BSW), device=h_BSW.device)
         h_BW = h_BSW[:, 0] if last_B is None else h_BSW[rows, last_B]
         if self.pool is not None:

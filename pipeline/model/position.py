@@ -135,8 +135,7 @@ class DistanceBias(nn.Module):
 
     def forward(self, distance_QK: Tensor) -> Tensor:
         """Return the bias of each head, (H, Q, K)."""
-        # Distances are equal along each diagonal, so each is looked up once. Looking up every pair
-        # would add Q·K gradients to a few buckets, one after the other.
+        # One lookup for each diagonal: Q·K gradients of all pairs would be added one by one.
         diagonals = torch.cat((distance_QK[1:, 0].flip(0), distance_QK[0]))
         bias_HL = self.weight[self._bucket(diagonals)].T
         return _along_diagonals(bias_HL, *distance_QK.shape)

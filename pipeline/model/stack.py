@@ -253,8 +253,7 @@ class Decoder(Side):
             out = cast(Losses, self.predict(h_BSW, targets_BS, taught))
             return Losses(out.total + row_loss, out.nll, rows_BC=rows_BC)
         if self.token_weight == 0:
-            # Every engine expects a gradient for each parameter. One token without a target gives
-            # the head a gradient of zero at almost no cost.
+            # Engines expect a gradient for the head, too: one token without a target gives zeros.
             h_BSW = h_BSW[:1, :1]
             targets_BS = torch.full_like(targets_BS[:1, :1], IGNORED)
         tokens = cast(Losses, self.predict(h_BSW, targets_BS))
@@ -291,8 +290,7 @@ class Decoder(Side):
     ) -> Tensor:
         """Add the losses of further tokens to the total; append their routings."""
         for ahead in self.ahead:
-            # The next token becomes an input, and the token after it the target, so both move by
-            # one. The last position of a row or a document gets no target; a prompt has none.
+            # Inputs and targets move by one. The last token of a row or document has no target.
             tokens_BS = torch.where(targets_BS < 0, tokens_BS.roll(-1, 1), targets_BS)
             next_BS = self.sequence.cut(tokens_BS, 1)
             embedded_BSW = self.embed(self._look_up(next_BS), places)

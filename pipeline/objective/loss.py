@@ -44,8 +44,7 @@ def eager_terms(
     grad_TV.scatter_add_(1, targets_T[:, None], (smoothing - 1) * share_T[:, None])
     more = z_loss * (lse_T.square() * share_T).sum()
     if smoothing:
-        # Smoothing moves this share of the target's probability to the whole vocabulary. The loss
-        # is lse - (1 - smoothing)·picked - smoothing·mean.
+        # With smoothing, the loss is lse - (1 - smoothing)·picked - smoothing·mean.
         more = more + smoothing * ((picked_T - logits_TV_fp32.mean(-1)) * share_T).sum()
         grad_TV.sub_(share_T[:, None] * (smoothing / logits_TV.shape[1]))
     if softcap is not None:

@@ -55,8 +55,7 @@ class World:
         return self.rank == 0
 
     def reader(self, sp: int) -> tuple[int, int]:
-        """Return the number of this rank's share of a batch's rows, and how many shares there are.
-        Ranks that share sequences read the same rows."""
+        """Return this rank's share of a batch's rows and the number of shares."""
         return self.rank // sp, self.size // sp
 
     def to_device(self, values: Sequence[float]) -> Tensor:
@@ -68,8 +67,7 @@ class World:
         return tensor
 
     def sum(self, values: Tensor, more: Sequence[float] = ()) -> Tensor:
-        """Sum values, followed by `more` numbers of the host, over ranks in fp64: integers up to
-        2^53 stay exact."""
+        """Sum values and `more` numbers of the host, in fp64: integers up to 2^53 stay exact."""
         return self.reduce(torch.cat((values.detach().double().reshape(-1), self.to_device(more))))
 
     def reduce(self, values: Tensor) -> Tensor:

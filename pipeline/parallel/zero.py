@@ -47,9 +47,8 @@ class ZeroEngine(engine.Engine):
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if world.device.type == "cpu":
-            # DeepSpeed would compile a shared-memory all-reduce that only inference uses, which
-            # takes a minute and needs a C++ compiler. `deepspeed.comm.torch` as an attribute is the
-            # real torch, so the module has to come from sys.modules.
+            # DeepSpeed would compile an all-reduce that only inference uses, which takes a minute.
+            # As an attribute, `deepspeed.comm.torch` is the real torch instead of this module.
             comm: Any = sys.modules["deepspeed.comm.torch"]
             comm.build_shm_op = lambda: None
             # Otherwise DeepSpeed runs numactl for every micro-batch of ZeRO-3, to count devices.
@@ -67,8 +66,8 @@ class ZeroEngine(engine.Engine):
         # In fp32 at ZeRO-0 there is no wrapper around the optimizer, and no separate masters.
         self._unwrapped = self._zero == 0 and config.train.dtype == "fp32"
         if self._zero == 3 and not config.model.share_layers:
-            # Gather each block as a whole, so that there is no hook and no graph break inside. Of a
-            # shared block, DeepSpeed would get a gradient for every use.
+            # Gather whole blocks, without hooks and graph breaks inside. A shared block would give
+            # DeepSpeed a gradient for every use.
             set_z3_leaf_modules(model, [Block])
         optimizer = build_optimizer(model.to(world.device), config)
         set_learning_rate(optimizer, 0.0)

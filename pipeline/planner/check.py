@@ -335,9 +335,8 @@ def fit_to_devices(
     resized: Resized | None = None,
     fewest: int | None = None,
 ) -> tuple[RunConfig, str]:
-    """Resolve every setting for these ranks and explain the layout, or raise an error that names
-    the nearest settings that work. A run that continues has to `keep` its batch. A job may start
-    with only the `fewest` ranks."""
+    """Resolve every setting and explain the layout, or raise an error with the nearest settings
+    that work. A run that continues has to `keep` its batch. A job may start on `fewest` ranks."""
     search = _Search(device, keep, resized)
     planned = None if keep else _plan_layout(spec, ranks, device, fewest)
     if planned is not None:

@@ -393,7 +393,6 @@ def _scores(model: Model, layer: int) -> int:
     a = model.attention
     seq = model.seq
     window = min(a.window, seq) if a.window is not None and model.windowed(layer) else seq
-    # The i-th query attends to min(i, window) keys, on average window·(2·seq − window) / (2·seq),
-    # and in an encoder to as many on its right.
-    sides = 1 if model.causal else 2
+    # The i-th query attends to min(i, window) keys, on average window·(2·seq − window) / (2·seq).
+    sides = 1 if model.causal else 2  # an encoder also attends to as many keys on the right
     return sides * 3 * a.heads * (a.score_dim + a.value_dim) * window * (2 * seq - window) // seq

@@ -148,8 +148,7 @@ def _activations(model: Model, recompute: Recompute, lora: Lora | None = None) -
     """Return how many numbers are kept per token: for the model, and for the largest block."""
     blocks = [_kept(model, model.routed(layer)) for layer in count.block_layers(model)]
     whole = [attention + ffn for attention, ffn in blocks]
-    # No recomputation frees tensors outside of the blocks: value embeddings, the embedding and the
-    # result that smear keeps, the middle stream for backout.
+    # Tensors outside of the blocks are always kept: value embeddings, smear's and backout's.
     beside = count.value_layers(model) * count.value_width(model)
     beside += (2 * model.smear + model.backout) * model.width
     beside += _source_activations(model, recompute)

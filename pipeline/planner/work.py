@@ -1,5 +1,4 @@
-"""Count the FLOPs of a run: those of its model, its generator and its teacher, with or without
-LoRA. Also count the parameters that LoRA trains."""
+"""Count a run's FLOPs, with generator, teacher and LoRA, and the parameters that LoRA trains."""
 
 from functools import lru_cache
 from typing import assert_never

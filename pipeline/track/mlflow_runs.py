@@ -191,8 +191,7 @@ def clip(value: str) -> str:
 def keep(
     experiment: str, paths: Sequence[Path] = (), forecasts: Sequence[Path] = (), **about: Any
 ) -> str | None:
-    """Copy files to the run of a whole sweep; return a line if that failed. The files stay on disk,
-    so a failure loses nothing."""
+    """Copy files to the run of a whole sweep; return a line if that failed, which loses nothing."""
     uri = configured()
     if uri is None:  # nobody uses MLflow here
         return None
