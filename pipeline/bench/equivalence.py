@@ -134,9 +134,8 @@ class _GradientCheck:
 def train_layout(
     config: RunConfig, expected: Sequence[Trajectory], layout: Layout, world: World
 ) -> tuple[Outcome, Trajectory]:
-    """Train in a layout; return its differences from the expected runs, and its own numbers.
-
-    The first expected run is the plain one; the second is the reference, if it has run."""
+    """Train in a layout; return its differences from the expected runs, and its own numbers. The
+    expected runs are the plain one and, if it has run, the reference."""
     parallel = {"zero": layout.zero, "ep": layout.ep, "sp": layout.sp, "engine": layout.engine}
     config = validate(RunConfig, merge(config.model_dump(), {"parallel": parallel}))
     dtype = config.train.dtype

@@ -241,8 +241,8 @@ def commit(temporary: Path, config: RunConfig, manifest: Manifest) -> None:
 def prune(
     root: Path, step: int, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()
 ) -> None:
-    """Remove all checkpoints but the last `keep_last` up to a step, those at multiples of
-    `keep_every`, and those at `keep_at`. Those after the step belong to steps rolled back."""
+    """Remove all checkpoints except the last `keep_last` up to a step, those at multiples of
+    `keep_every` and those at `keep_at`. Later checkpoints belong to steps rolled back."""
     by_step = list_checkpoints(root)
     newest = [each for each in by_step if each <= step][-keep_last:]
     for each, path in by_step.items():

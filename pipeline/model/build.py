@@ -146,9 +146,10 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
             each.result()  # raises the thread's error, if there is one
     if not cfg.attention.scaled:
         # Scores start as if they were divided by √head_dim.
+        a = cfg.attention
         for name, parameter in model.named_parameters():
-            if name.endswith(_QUERIES):
-                _query_rows(parameter, cfg.attention).mul_(cfg.attention.score_dim**-0.5)
+            if name.endswith(_QUERIES):  # queries are the first rows of a fused projection
+                parameter[: a.heads * a.score_dim].mul_(a.score_dim**-0.5)
     if cfg.placement == "deepnorm":
         for name, parameter in model.named_parameters():
             if name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
@@ -185,11 +186,6 @@ def _std(name: str, parameter: Tensor, cfg: Model) -> float:
         return std * deepnorm_beta(cfg.layers) if shrunk else std
     scaled = leaf.endswith(".out") and cfg.init_out == "scaled"
     return std / math.sqrt(2 * cfg.layers) if scaled else std
-
-
-def _query_rows(weight: Tensor, cfg: GQA | MLA) -> Tensor:
-    """Return the rows of a projection that make queries: the first rows, or all of them."""
-    return weight[: cfg.heads * cfg.score_dim]
 
 
 def _value_rows(fused: Tensor, cfg: GQA | MLA) -> Tensor:

@@ -141,6 +141,7 @@ class Cache:
     """The state of decoding: the cache of every layer, and what layers share."""
 
     def __init__(self, layers: int, capacity: int, padding_B: Tensor | None = None) -> None:
+        self.capacity = capacity
         self.layers = [LayerCache(capacity) for _ in range(layers)]
         self.padding_B = padding_B  # tokens to ignore on the left of each row
         self.source_documents_BE: Tensor | None = None  # for the mask of cross-attention
@@ -150,10 +151,6 @@ class Cache:
     @property
     def length(self) -> int:
         return self.layers[0].length
-
-    @property
-    def capacity(self) -> int:
-        return self.layers[0].capacity
 
     @property
     def place(self) -> Tensor | None:

@@ -198,10 +198,8 @@ def norm_and_rotate(
     eps: float,
     table: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normed and rotated queries and keys, and unchanged values.
+    """Return normed and rotated queries and keys, and unchanged values, in one pass over memory.
 
-    This is one pass over the memory, and one in the backward pass. The compiler would make four
-    passes, and a fifth that joins the three gradients.
     Without a norm, `gains` is None; for a norm without gains it is (None, None)."""
     given = (*(gains or (None, None)), *(table or (None, None)))
     x = qkv_BSAD.contiguous()

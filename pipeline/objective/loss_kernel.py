@@ -88,9 +88,8 @@ def cross_entropy(
     softcap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`eager_terms` that overwrites the logits with their gradient: one read and one write.
-
-    If the vocabulary is not a power of two, compiled code takes twice as long."""
+    """`eager_terms` that overwrites the logits with their gradient. Compiled code takes twice as
+    long, unless the vocabulary is a power of two."""
     nll, more = share_T.new_empty(2, len(share_T))
     # Blocks of 8,192 were the fastest; with a cap, 16 warps were faster than 8 (docs/LOG.md).
     _cross_entropy_kernel[(len(share_T),)](

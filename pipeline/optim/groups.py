@@ -97,7 +97,6 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def gate_step(optimizer: Optimizer, apply: Tensor) -> None:
-    """Apply the next step only if `apply` is true; otherwise weights and moments stay unchanged.
-
-    Fused AdamW and Muon read this flag of torch's loss scaler on the device, without waiting."""
+    """Apply the next step only if `apply` is true; otherwise weights and moments stay unchanged."""
+    # A flag of torch's loss scaler, which fused AdamW and our Muon read on the device.
     optimizer.found_inf = (~apply).float()  # type: ignore[attr-defined]

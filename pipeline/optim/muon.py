@@ -195,19 +195,13 @@ class Muon(AdamW):
             masters = [segment.of(segment.master) for segment in segments]
             weights = _concatenate(masters)
             update = _concatenate([segment.among(updates) for segment in segments])
-            changed = (weights * self._kept(weights, update, lr * decay)).add_(
-                update, alpha=-lr * segments[0].ratio
-            )
+            # Cautious Muon decays only the weights that the update shrinks, too.
+            decays = weights * update >= 0 if self.cfg.cautious else 1
+            changed = weights * (1 - lr * decay * decays)
+            changed.add_(update, alpha=-lr * segments[0].ratio)
             if apply is not None:
                 torch.where(apply, changed, weights, out=changed)
             _distribute(changed, masters)
-
-    def _kept(self, weights: Tensor, update: Tensor, decay: float) -> Tensor | float:
-        """Return the share of each weight that the decay leaves."""
-        if not self.cfg.cautious:
-            return 1 - decay
-        # Decay only those weights that the update shrinks, too.
-        return 1 - decay * (weights * update >= 0)
 
     def _orthogonalize(self, owned: list[Owned], updates: Tensor, apply: Tensor | None) -> None:
         """Orthogonalize the owned matrices among the updates, parts of equal shape in one batch."""

@@ -139,10 +139,8 @@ def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
 
 
 def random_state(world: World) -> list[Fragment]:
-    """Return this rank's random state.
-
-    Batches and initial weights are functions of the seed and do not need this state. It is saved
-    for any other random draw, and is meaningful only in a world of the same size."""
+    """Return this rank's random state, for random draws other than batches and initial weights. It
+    is meaningful only in a world of the same size."""
     states = {f"rng/cpu/{world.rank}": torch.get_rng_state()}
     if world.device.type == "cuda":
         states[f"rng/cuda/{world.rank}"] = torch.cuda.get_rng_state()

@@ -140,12 +140,12 @@ def _ends(model: Model) -> int:
 
 
 def row_head(model: Model) -> tuple[int, int]:
-    """Parameters of the row head's matrices and of its biases, with BERT's pooler in an encoder."""
-    width = model.width
-    classes = model.row_classes
-    if model.stack != "encoder":
-        return width * classes, 0
-    return (width * (width + classes), width + classes) if classes else (0, 0)
+    """Parameters of the row head's matrices and of its biases."""
+    outputs = model.row_classes
+    if model.stack != "encoder" or not outputs:
+        return model.width * outputs, 0
+    outputs += model.width  # BERT's pooler
+    return model.width * outputs, outputs
 
 
 def transform_matrix(model: Model) -> int:
