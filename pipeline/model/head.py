@@ -40,7 +40,7 @@ def at_targets(
 
 
 class Transform(nn.Module):
-    """The layer before the head: with activation and norm, or a projection to the tied rank."""
+    """The layer before the head: a projection, with `head_transform` also activation and norm."""
 
     def __init__(self, cfg: Model) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Head(nn.Module):
         if targets_BS is None:
             logits_BSV = cap(F.linear(h_BSW, self.weight, self.bias), self.softcap)
             return logits_BSV.squeeze(-1) if self.replaced else logits_BSV
-        # Divided by the number of ranks that share a row: the mean of their losses is the row's.
+        # Dividing by `parts` makes the mean over the ranks that share a row the row's mean loss.
         count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts
         h_TW = h_BSW.flatten(0, 1)
         targets_T = self.sequence.cut(targets_BS, 1).flatten()

@@ -17,7 +17,7 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half); 
 
 
 def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) -> Rotary:
-    """Return cosines and sines. As a buffer they would be cast to bf16, too coarse above 256."""
+    """Return cosines and sines. In a buffer, bf16 would be too coarse for positions above 256."""
     if windowed and cfg.window_theta is not None:
         cfg = RoPE(theta=cfg.window_theta)  # a window is short, so it needs no scaling
     frequencies, factor = _frequencies(dim, cfg, positions.device)

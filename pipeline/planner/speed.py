@@ -243,8 +243,8 @@ def _collectives_s(
         rate = rates.intra_bytes_s
         if layout.ranks > cluster.gpus_per_node:
             rate = min(rate, links * rates.inter_bytes_s)
-        seconds += (sent.gradients + sent.weights) * part / whole / rate
-        seconds += HOP_S * calls * (ranks - 1)
+        latency_s = HOP_S * calls * (ranks - 1)
+        seconds += (sent.gradients + sent.weights) * part / whole / rate + latency_s
     return seconds
 
 
