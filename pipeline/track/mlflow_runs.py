@@ -137,7 +137,7 @@ def tags(run_dir: Path) -> dict[str, str]:
     found = {
         "convention": about.get("convention"),
         "git_commit": commit,
-        # MLflow shows this tag as the version of the source. It does not accept "-dirty".
+        # MLflow shows this tag as the version of the source. It does not know "-dirty".
         "mlflow.source.git.commit": commit and str(commit).removesuffix("-dirty"),
         "host": env.get("host"),
         "python": env.get("python"),

@@ -67,12 +67,13 @@ class Sidecar:
         with self._lock:
             self._ending.set()
         try:
-            for _ in range(2):
+            for attempt in range(2):
+                if attempt == 1:  # the sidecar was killed: a new one sends the rest
+                    self.process = self._start()
                 # The sidecar gives up by itself before this time-out.
                 printed, _ = self.process.communicate(timeout=wait_s + 10)
                 if self.process.returncode == 0:
                     return printed.strip()
-                self.process = self._start()  # it was killed: a new one sends the rest
             fault = "the sidecar was killed"
         except subprocess.TimeoutExpired:
             fault = "MLflow is slow"
