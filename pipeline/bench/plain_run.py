@@ -1,8 +1,8 @@
 """The plain run that every layout is compared with: torch alone, in one process with every row.
 
-It has the same weights and batches as a layout, and torch's own optimizers and clipping. The
-engines share nothing with this file except the model, so the parts of fused projections are defined
-here a second time.
+It has the same weights and batches as a layout, and torch's own optimizers and clipping. It shares
+the model, AdamW's groups and the balancing of routers with the engines, but defines Muon's groups
+and the parts of fused projections a second time.
 """
 
 from collections.abc import Callable

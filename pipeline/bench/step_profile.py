@@ -211,7 +211,8 @@ def measure_overheads(
         loop = Loop(config, run, engine, world, tracker, stop, watchdog, Guard([]), saver)
         timer = _LoopTimer(loop, batches)
         timer.step()
-        timer.launcher()()  # the next step reads this one
+        launch = timer.launcher()
+        launch()  # the next step reads this one
         yield "host reads in a step", count_host_reads(timer.launcher(), world.device)
         loop.settle()
         step_s = yield from _part_costs(timer, config, steps)

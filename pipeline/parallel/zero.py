@@ -23,7 +23,7 @@ from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import TIMEOUT, World
 
 # DeepSpeed's autotuner, which we do not use, imports mlflow if it is installed. That takes seconds
-# in every process, and training must not import a tracker. With None in sys.modules it fails.
+# in every process, and training must not import a tracker. None in sys.modules prevents this.
 if hide_mlflow := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
