@@ -39,10 +39,8 @@ _OF_VOCABULARY = re.compile(r"/(value_embeddings\.\d+|(.*\.)?(embedding|head))\.
 
 
 def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest intact checkpoint, and a line for each newer one that is damaged.
-
-    Every rank calls this, at the start or between steps when no save is in progress. The ranks
-    share the work of checking the files and agree on the result."""
+    """Return the newest intact checkpoint, and a line for each newer one that is damaged. The ranks
+    share the check of the files. Every rank calls this while no save is in progress."""
     if world.first:
         for leftover in root.glob(".step-*"):  # of a process killed during a save or a removal
             shutil.rmtree(leftover, ignore_errors=True)

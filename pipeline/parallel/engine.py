@@ -112,16 +112,14 @@ class Engine(Protocol):
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole, reduced gradients; with expert parallelism, only local experts'.
-
         Every rank must call this method, and only while `accept` runs."""
 
     def local_tensors(self) -> LocalTensors:
         """Return tensors to compare with other ranks. Valid between updates and during `accept`."""
 
     def state(self, *, share: bool = False) -> list[Fragment]:
-        """Return views of this rank's masters, moments and buffers.
-
-        With `share`, return only the part that this rank saves: the ranks save everything once."""
+        """Return views of this rank's masters, moments and buffers. With `share`, return only the
+        part that this rank saves: together, the ranks save everything once."""
         pieces = list(self.pieces())
         fragments.create_moments(pieces, self.optimizer)
         replica = (self.world.rank, self.world.size)

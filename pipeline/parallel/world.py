@@ -77,9 +77,8 @@ class World:
         return values
 
     def differ(self, values: Tensor, every: int = 1) -> Tensor:
-        """Return, on every rank, a mask of the integers that are not the same on all ranks.
-
-        With `every`, compare ranks whose numbers are equal modulo `every`."""
+        """Return, on every rank, a mask of the integers that are not the same on all ranks. With
+        `every`, compare only ranks whose numbers are equal modulo `every`."""
         # Each residue has a row. A rank leaves the other rows at the minimum, which never wins.
         both = values.new_full((every, 2 * len(values)), torch.iinfo(values.dtype).min)
         # One maximum gives both extremes: the smallest value has the largest complement.
