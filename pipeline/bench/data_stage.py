@@ -1,4 +1,4 @@
-"""The speed of the data stage, compared with others in the same run on the same text."""
+"""Compare the speed of the data stage with other programs, in the same run and on the same text."""
 
 import json
 import os
@@ -31,7 +31,8 @@ from pipeline.errors import DataError
 from pipeline.process import python_module
 
 Figures = Iterator[tuple[str, Any]]
-ROUNDS = 5  # of each side, in turn
+ROUNDS = 5  # runs of each side, in turn
+FILES = 8  # files of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,17 @@ class Setup:
         recipe = load_recipe(config, given | {"tokenizer": tokenizer.fingerprint})
         with tempfile.TemporaryDirectory(dir=self.folder) as out:
             began = time.perf_counter()
-            # Two workers, like every program that it is compared with.
+            # Two workers, as every other program here has.
             prepare(recipe, Path(out), model=tokenizer.model, workers=2)
             return time.perf_counter() - began
 
     def peer(self, name: str, out: str) -> Any:
-        """Return what another program measures on all files."""
+        """Return the measurements of another program on all files."""
         return _peer(name, self.model, self.folder / out, *self.paths)
 
 
-def measure_data_stage(
-    megabytes: int, files: int = 8, datatrove: bool = False, tenfold: bool = False
-) -> Figures:
-    """Yield figures as they are measured: what, and its value."""
+def measure_data_stage(megabytes: int, *, datatrove: bool, tenfold: bool) -> Figures:
+    """Yield the name and the value of each figure as it is measured."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = Recipe(sources=("python",), limit_bytes=megabytes * MB, vocab_size=32768)
@@ -78,8 +77,8 @@ def measure_data_stage(
         model = folder / "t.model"
         model.write_bytes(train_on(tasks, recipe))
         # A sample is enough: sentencepiece is 6 to 10 times slower than ours (docs/LOG.md).
-        yield from _encoding(model, *_write(folder / "encode", texts[::files], 1))
-        paths = _write(folder / "text", _shuffled(texts, 1, 1 + times), files)
+        yield from _encoding(model, *_write(folder / "encode", texts[::FILES], 1))
+        paths = _write(folder / "text", _shuffled(texts, 1, 1 + times), FILES)
         setup = Setup(folder, model, paths, times * size_mb)
         began = time.perf_counter()
         with cluster(2):
@@ -87,7 +86,7 @@ def measure_data_stage(
             yield from _end_to_end(setup, datatrove)
             if tenfold:
                 more = _shuffled(texts, 1 + times, 1 + 11 * times)
-                yield from _tenfold(setup, _write(folder / "often", more, files))
+                yield from _tenfold(setup, _write(folder / "often", more, FILES))
             yield "peak memory of a worker, MiB", _peak_bytes() // MB
 
 
@@ -102,13 +101,10 @@ def _write(folder: Path, texts: Iterable[str], files: int) -> list[Path]:
 
 
 def _shuffled(texts: list[str], first: int, end: int) -> Iterator[str]:
-    """Yield the texts with their words in several orders, so that none is a near-duplicate.
-
-    Order 1 is the text itself.
-    """
+    """Yield the texts with their words in several orders, so that none is a near-duplicate. Order n
+    has every n-th word from each offset: the same words and bytes, but other n-grams."""
     for step in range(first, end):
         for text in texts:
-            # Every step-th word from each offset: the same words and bytes, but other n-grams.
             words = text.split(" ")
             yield " ".join(word for begin in range(step) for word in words[begin::step])
 
@@ -124,7 +120,7 @@ def _encoding(model: Path, path: Path) -> Figures:
 
 
 def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
-    """Compare medians of alternating runs: other load then slows both sides, and CPU time least."""
+    """Compare medians of alternating runs, so that other load slows both sides."""
     plain = []
     ours = []
     for number in range(ROUNDS):
@@ -152,13 +148,13 @@ def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
 
 
 def _tenfold(setup: Setup, often: list[Path]) -> Figures:
-    # A stage of linear time takes 10 times as long, or less because of its fixed start-up.
-    for what, config in (("", None), (" with filters and near-dedup", "code")):
+    # A stage of linear time takes at most 10 times as long, because its start-up time is constant.
+    for suffix, config in (("", None), (" with filters and near-dedup", "code")):
         once = [_measured(partial(setup.prepare, setup.paths, config)) for _ in range(3)]
         tenfold = np.array(_measured(partial(setup.prepare, often, config)))
         wall, cpu = tenfold / np.median(once, axis=0)
-        yield f"10 × the text{what}: × the time", round(wall, 2)
-        yield f"10 × the text{what}: × the CPU s", round(cpu, 2)
+        yield f"10 × the text{suffix}: × the time", round(wall, 2)
+        yield f"10 × the text{suffix}: × the CPU s", round(cpu, 2)
 
 
 def _measured(action: Callable[[], float]) -> tuple[float, float]:
@@ -175,7 +171,7 @@ def _processes() -> list[psutil.Process]:
 
 
 def _cpu_s() -> float:
-    """CPU seconds of all processes, including children that have ended."""
+    """Return the CPU seconds of all processes, including children that have ended."""
     seconds = 0.0
     for process in _processes():
         with suppress(psutil.NoSuchProcess):  # a worker may end in between
@@ -185,7 +181,7 @@ def _cpu_s() -> float:
 
 
 def _peak_bytes() -> int:
-    """The largest peak memory of a Ray worker; VmHWM is in KiB."""
+    """Return the largest peak memory of a Ray worker. VmHWM is in KiB."""
     largest = 0
     for process in _processes():
         with suppress(psutil.NoSuchProcess, FileNotFoundError):  # a worker may end in between
@@ -206,8 +202,8 @@ def _peer(name: str, *arguments: str | Path) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def measure_loader(corpus: Corpus, rows: int = 8, seq: int = 2048, step_s: float = 0.05) -> Figures:
-    """Compare batches from files in memory with a plain permuted gather of the same bytes."""
+def measure_loader(corpus: Corpus, rows: int, seq: int) -> Figures:
+    """Compare our loader, on files in memory, with a plain permuted gather of the same bytes."""
     ours = Loader(corpus, "train", seq=seq, rows=rows, seed=0)
     if rows > ours.windows:
         raise DataError(f"rows={rows:,} is more than the {ours.windows:,} of the corpus; lower it")
@@ -217,7 +213,7 @@ def measure_loader(corpus: Corpus, rows: int = 8, seq: int = 2048, step_s: float
             file.write(corpus.tokens(shard).tobytes())
         file.flush()
         yield from _against_gather(ours, np.memmap(file.name, corpus.manifest.dtype, "r"))
-    yield from _waiting(ours, step_s)
+    yield from _waiting(ours, step_s=0.05, steps=40)
 
 
 def _against_gather(ours: Loader, stream: npt.NDArray[np.integer]) -> Figures:
@@ -245,17 +241,15 @@ def _against_gather(ours: Loader, stream: npt.NDArray[np.integer]) -> Figures:
     yield "bare / loader, median", round(ratio, 2)
 
 
-def _waiting(ours: Loader, step_s: float, steps: int = 40) -> Figures:
-    waited = 0.0
+def _waiting(ours: Loader, step_s: float, steps: int) -> Figures:
+    waited_s = 0.0
     batches = prefetch(ours, 0, steps + 1, 0, 1)  # rank 0 of 1
     next(batches)  # the first batch starts the thread
     for _ in range(steps):
         time.sleep(step_s)  # in place of a training step
-        began = time.perf_counter()
-        next(batches)
-        waited += time.perf_counter() - began
+        waited_s += _seconds(lambda _step: next(batches), 1)
     batches.close()
-    share = f"{waited / steps / step_s:.2%}"
+    share = f"{waited_s / steps / step_s:.2%}"
     yield f"waiting for a batch, share of a {step_s * 1000:.0f} ms step", share
 
 

@@ -80,7 +80,7 @@ class Outcome:
     tokens: bool  # every rank saw its rows of the same batches
     bound: float
     control: bool
-    referee: float | None = None  # the largest difference from the reference, if that ran
+    referee: float | None = None  # the largest difference from the reference, if it ran
 
     @property
     def differs(self) -> bool:
@@ -134,10 +134,8 @@ class _GradientCheck:
 def train_layout(
     config: RunConfig, expected: Sequence[Trajectory], layout: Layout, world: World
 ) -> tuple[Outcome, Trajectory]:
-    """Train in a layout; return its differences from the expected runs, and its own numbers.
-
-    The first expected run is the plain one; the second is the reference, if that has run.
-    """
+    """Train in a layout; return its differences from the expected runs, and its own numbers. The
+    expected runs are the plain one and, if it has run, the reference."""
     parallel = {"zero": layout.zero, "ep": layout.ep, "sp": layout.sp, "engine": layout.engine}
     config = validate(RunConfig, merge(config.model_dump(), {"parallel": parallel}))
     dtype = config.train.dtype
@@ -146,7 +144,7 @@ def train_layout(
     check = _GradientCheck(engine, expected, steps if dtype == "fp32" else 1)
     if layout.control:
         check.scale_last_gradients(layout, _CONTROL[dtype])
-    run = Trajectory([], [], [], [])
+    run = Trajectory()
     same_tokens = True
     for step in range(steps):
         batch = draw_batch(config, step, world)
@@ -158,7 +156,7 @@ def train_layout(
         same_tokens &= (hashes - expected[0].hashes[step] * layout.sp) % 2**64 == 0
     if layout == REFERENCE:
         run.gradients.extend(check.gradients)
-    # Each rank compares the gradients that it has; the worst of all ranks and steps counts.
+    # Each rank compares the gradients that it has. The worst of all ranks and steps counts.
     by_step = [step for steps in world.gather(check.differences) for step in steps]
     losses = []
     norms = []
@@ -205,8 +203,8 @@ def _differences(
 
 
 def _group(name: str) -> str:
-    # Gains and biases form a group of their own: beside the larger gradients of a matrix, an
-    # error in theirs would not show.
+    """Return the group of a parameter. Gains and biases have a group of their own, because an error
+    in their gradients would not show beside the larger ones of a matrix."""
     for part in ("embedding", "head", "experts", "router", "shared", "ffn", "attention"):
         if f".{part}." in f".{name}" and not name.endswith((".gain", ".bias")):
             return part
@@ -216,17 +214,16 @@ def _group(name: str) -> str:
 def compare_layouts(
     config: RunConfig, layouts: Sequence[Layout], nproc: int, output: Path
 ) -> Iterator[Outcome]:
-    """Yield outcomes as they are known; what the engines print goes to a file.
+    """Yield outcomes as they are known. The output of the engines goes to a file.
 
     The ranks are forked, because importing everything in each would take longer than a layout. On
-    GPUs they are spawned: CUDA does not survive a fork.
-    """
+    GPUs they are spawned: CUDA does not survive a fork."""
     import torch._dynamo
 
     import pipeline.parallel.ddp
     import pipeline.parallel.zero  # noqa: F401 imported once, before the fork
 
-    # torch logs that it ends the other ranks when one fails; the error itself is more useful.
+    # If one rank fails, torch logs that it ends the others; the error itself is more useful.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     method = "spawn" if torch.cuda.is_available() else "fork"
     outcomes = get_context(method).SimpleQueue()
@@ -243,8 +240,7 @@ def compare_layouts(
         )
         done = False
         while not done:
-            # `join` raises the error of a rank that failed. The queue is emptied in between,
-            # because a rank blocks when the pipe behind it is full.
+            # `join` raises the error of a failed rank. A rank blocks when the queue's pipe is full.
             done = ranks.join(0.2)
             while not outcomes.empty():
                 yield outcomes.get()

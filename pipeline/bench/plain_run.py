@@ -1,13 +1,13 @@
 """The plain run that every layout is compared with: torch alone, in one process with every row.
 
-It has the same weights and batches as a layout, and torch's own optimizers and clipping. Nothing
-here is shared with the engines except the model; the parts of fused projections are written down
-a second time.
+It has the same weights and batches as a layout, and torch's own optimizers and clipping. It shares
+the model, AdamW's groups and the balancing of routers with the engines, but defines Muon's groups
+and the parts of fused projections a second time.
 """
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,21 +31,21 @@ from pipeline.train.measure import cut
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A run of some steps, to compare others with."""
+    """The figures of each step of a run, to compare others with."""
 
-    losses: list[float]
-    norms: list[float]
-    gradients: list[dict[str, Tensor]]  # of each step, on the host
-    hashes: list[int]
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # on the host
+    hashes: list[int] = field(default_factory=list)
 
 
 def step_count(config: RunConfig) -> int:
-    """Steps to compare. Muon's errors grow with the steps, so it gets more of them."""
+    """Return the number of steps to compare. Errors of Muon grow with the steps, so it has more."""
     return 12 if isinstance(config.optim.optimizer, settings.Muon) else 3
 
 
 def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
-    """Train with torch alone, in one process that has every row."""
+    """Train with torch alone, in one process with every row."""
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     model = build_model(
@@ -56,11 +56,11 @@ def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
     )
     init_weights(model, config.model, config.seed)
     model.to(device, dtype)
-    # Like every engine, step in fp32 and cast the result: bf16 alone would lose small updates.
+    # Step in fp32 and cast the result, as every engine does: bf16 would lose small updates.
     masters = deepcopy(model).float()
     optimizer_step = plain_optimizer(masters, config)
     pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
-    run = Trajectory([], [], [], [])
+    run = Trajectory()
     for step in range(step_count(config)):
         batch = draw_batch(config, step, alone)
         micros = cut(batch, config, alone)
@@ -94,7 +94,7 @@ def plain_optimizer(model: nn.Module, config: RunConfig) -> Callable[[], None]:
     cfg = config.optim.optimizer
     if isinstance(cfg, settings.Muon) and not (cfg.normalize or cfg.cautious):
         return _plain_muon(model, cfg, config)
-    # torch's own AdamW. torch has no normalized or cautious Muon: then it is ours, in one process.
+    # Ours: torch's AdamW, or the normalized or cautious Muon that torch does not have.
     optimizer = build_optimizer(model, config)
     pieces = [Piece(name, p, p, 0, 0, p.numel()) for name, p in model.named_parameters()]
     bind(optimizer, pieces, World(0, 1, pieces[0].master.device))
@@ -113,9 +113,10 @@ def _plain_muon(model: nn.Module, cfg: settings.Muon, config: RunConfig) -> Call
             copies[name] = [nn.Parameter(part.flatten(0, -2).clone()) for part in parts]
         else:
             rate = cfg.vector_rate
-            if name.startswith(("embedding.", "value_embeddings.")):
-                scale = config.model.embedding_scale if name.startswith("embedding.") else 1.0
-                rate = cfg.embedding_rate * scale
+            if name.startswith(("embedding.", "encoder.embedding.")):
+                rate = cfg.embedding_rate * config.model.embedding_scale
+            elif name.startswith("value_embeddings."):
+                rate = cfg.embedding_rate
             elif name.startswith("head."):
                 rate = cfg.head_rate
             rest.append({"params": [p], "lr": lr * rate})
@@ -171,11 +172,8 @@ def _split(name: str, p: Tensor, cfg: Model) -> list[Tensor]:
 
 
 def draw_batch(config: RunConfig, step: int, world: World) -> Batch:
-    """Draw a rank's rows of a step from a seed.
-
-    In the second step all tokens are the same: all choose the same experts, and some ranks' experts
-    get none.
-    """
+    """Draw a rank's rows of a step from a seed. In the second step all tokens are equal and choose
+    the same experts, so that the experts of some ranks get none."""
     rows = config.rows
     reader, readers = world.reader(config.parallel.sp)
     own = range(reader * rows // readers, (reader + 1) * rows // readers)

@@ -31,7 +31,7 @@ RATE = 3e-3  # for AdamW, found with d = 2; at 1e-2 the error falls more slowly
 TEST_SEED = 2**40  # far above the seeds of training, which count up from the run's seed
 TEST_ROWS = 1024  # rows of one pass
 USED = ("model.", "optim.", "seed")  # settings that have an effect here
-FIXED = ("model.vocab", "model.seq", "model.tied", "model.mtp")  # the problem determines them
+FIXED = ("model.vocab", "model.seq", "model.tied", "model.mtp")  # settings that the problem fixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Problem:
     noise: float  # standard deviation
 
     def draw(self, rows: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Inputs (B, K, D) and outputs (B, K)."""
+        """Draw inputs (B, K, D) and outputs (B, K)."""
         generator = torch.Generator(device).manual_seed(seed)
         shape = (rows, self.examples, self.dimensions)
         x_BKD = torch.randn(shape, generator=generator, device=device)
@@ -58,7 +58,7 @@ class Errors(NamedTuple):
 
     @property
     def excess(self) -> list[float]:
-        """Relative excess of the model's error over the optimum."""
+        """The relative excess of the model's error over the optimum."""
         return [ours / best - 1 for ours, best in zip(self.model, self.ridge, strict=True)]
 
 
@@ -99,8 +99,7 @@ def ridge(x_BKD: Tensor, y_BK: Tensor, noise: float) -> Tensor:
 
 
 def build(config: RunConfig, problem: Problem, device: torch.device) -> Decoder:
-    """Build our decoder with a linear layer in place of its embedding. With a vocabulary of one,
-    the output matrix is the layer that reads out the prediction."""
+    """Build our decoder with a linear layer as its embedding; its one logit is the prediction."""
     model = build_model(config.model)
     # Channels for x, for y, and for which of the two it is.
     read_in = nn.Linear(problem.dimensions + 3, config.model.input_width, bias=False)
@@ -115,7 +114,7 @@ def predict(model: Decoder, x_BKD: Tensor, y_BK: Tensor) -> Tensor:
     row_BK2E = x_BKD.new_zeros(*y_BK.shape, 2, dimensions + 3)
     row_BK2E[:, :, 0, :dimensions] = x_BKD
     row_BK2E[:, :, 1, dimensions] = y_BK
-    # A norm removes the length of a vector; with a constant channel the length stays visible.
+    # A norm removes the length of a vector. A constant channel keeps the length visible.
     row_BK2E[:, :, 0, -2] = 1
     row_BK2E[:, :, 1, -1] = 1
     row_BSE = row_BK2E.flatten(1, 2)
@@ -148,7 +147,7 @@ def train(
 
 @torch.no_grad()
 def measure(model: Decoder, problem: Problem, rows: int, device: torch.device) -> Errors:
-    """Return the errors of model and optimum on the same rows, none of which was trained on."""
+    """Return the errors of the model and of the optimum on the same rows, which are new to both."""
     model.eval()
     sums_2K = torch.zeros(2, problem.examples, dtype=torch.double, device=device)
     passes = -(-rows // TEST_ROWS)

@@ -1,4 +1,4 @@
-"""Inside a step: its kernels, where the host waits for the device, the cost of log and guard."""
+"""Profile a step: its kernels, the host's waits for the device, the cost of log and guard."""
 
 import itertools
 import statistics
@@ -90,17 +90,16 @@ _READS = {
     "bincount",
     "_unique2",
 }
-# Methods that wait on a GPU, and are no operations where the device is the host.
+# Methods that wait on a GPU, but run no operation if the device is the host.
 _CALLS = {"tolist", "cpu", "numpy"}
-# PendingStep.read: the loop reads the step before, after it has launched the next one.
+# PendingStep.read: the loop reads a step after it has launched the next one.
 _EXPECTED = "exchange.py:read"
 
 
 def count_host_reads(action: Callable[[], object], device: torch.device) -> str:
-    """Return how often and where the host waits for the device, apart from the step before.
+    """Return how often and where the host waits for the device, except to read the step before.
 
-    On a GPU torch warns of it. On a CPU, count what would wait on a GPU.
-    """
+    On a GPU torch warns of each wait. On a CPU, count the calls that would wait on a GPU."""
     places: list[str] = []
     with _deepspeed_waits(places):
         if device.type == "cuda":
@@ -116,7 +115,7 @@ def count_host_reads(action: Callable[[], object], device: torch.device) -> str:
 def _warned_places(action: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         torch.cuda.set_sync_debug_mode("warn")
-        caught.clear()  # a warning that this mode is a prototype
+        caught.clear()  # the warning that this mode is a prototype
         warnings.simplefilter("always")
         try:
             action()
@@ -155,7 +154,7 @@ class Calls(TorchFunctionMode):
 
 @contextmanager
 def _deepspeed_waits(places: list[str]) -> Iterator[None]:
-    """Record where DeepSpeed waits for the whole device, of which torch does not warn."""
+    """Record where DeepSpeed waits for the whole device. torch does not warn of these waits."""
     loaded = sys.modules.get("deepspeed.accelerator")
     if loaded is None:
         yield
@@ -170,7 +169,7 @@ def _deepspeed_waits(places: list[str]) -> Iterator[None]:
 
 
 def _caller() -> str:
-    """Return file and function of the innermost frame outside of torch and this file."""
+    """Return the file and the function of the innermost frame outside of torch and this file."""
     outside = [
         frame
         for frame in traceback.extract_stack()
@@ -184,7 +183,7 @@ def _caller() -> str:
 
 class _NoGuard(Guard):
     def limits(self, step: int) -> list[float]:
-        # No statistics to compute, and no finite loss or norm is above these limits.
+        # This costs nothing, and no finite loss or norm is above these limits.
         return [sys.float_info.max] * 2
 
 
@@ -196,12 +195,12 @@ def measure_overheads(
     steps: int,
     directory: Path,
 ) -> Figures:
-    """Yield the cost of what surrounds the compute in the real loop: switch each off in turn."""
+    """Yield the cost of each part of the real loop besides compute, by switching it off."""
     run = RunDir(directory)
     for part in ("logs", "checkpoints"):
         (directory / part).mkdir()
     with (
-        # In seconds. The first step may take longer, because it compiles.
+        # 60 s per step, and 600 s for the first one, which compiles.
         closing(Watchdog(run, world, 60.0, 600.0)) as watchdog,
         closing(Tracker(Log(run.log))) as tracker,
     ):
@@ -212,11 +211,12 @@ def measure_overheads(
         loop = Loop(config, run, engine, world, tracker, stop, watchdog, Guard([]), saver)
         timer = _LoopTimer(loop, batches)
         timer.step()
-        timer.launch()  # now the next step has one before it to read
+        launch = timer.launcher()
+        launch()  # the next step reads this one
         yield "host reads in a step", count_host_reads(timer.launcher(), world.device)
         loop.settle()
         step_s = yield from _part_costs(timer, config, steps)
-        # The loader hashes in its own thread: this is its time, not a delay of the step.
+        # The loader hashes in its own thread, so this time does not delay the step.
         hash_s = _hash_s(next(batches))
         share = round(100 * hash_s / step_s, 3)
         yield "cost of token hashes, in the loader's thread, % of the step", share
@@ -231,11 +231,8 @@ class _LoopTimer:
         self._batches = batches
         self._count = itertools.count()
 
-    def launch(self) -> None:
-        self.launcher()()
-
     def launcher(self) -> Callable[[], None]:
-        """A function that launches the next step; its batch is made before."""
+        """Make the batch of the next step, and return a function that launches the step."""
         batch = next(self._batches)
         return lambda: self.loop.step(next(self._count), batch, 0.0)
 
@@ -252,7 +249,7 @@ class _LoopTimer:
         # The loop turns Ctrl-C into a stop request, which has to end the benchmark here.
         if self.loop.stopping:
             raise KeyboardInterrupt
-        for name, value in before.items():  # switch it on again
+        for name, value in before.items():
             setattr(self.loop, name, value)
         return seconds
 
@@ -290,13 +287,13 @@ def _save_costs(timer: _LoopTimer, saver: Saver, step_s: float) -> Figures:
     steps = 0
     timer.save()
     saved = saver.finished()
-    # Ranks whose save has ended continue with those whose save has not.
+    # All ranks step until the saves of all ranks have ended.
     while any(timer.loop.world.gather(saved is None)):
         timer.step()
         steps += 1
         saved = saved or saver.finished()
     assert saved is not None
-    # The files are written while steps go on: the cost is what these took beyond the usual.
+    # Files are written during the steps, so the cost is the time that these took longer than usual.
     extra_s = time.perf_counter() - began - steps * step_s
     blocked = round(100 * saved.blocked_s / step_s, 3)
     yield "training blocked by one save, % of a step", blocked

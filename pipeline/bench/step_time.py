@@ -30,7 +30,7 @@ from pipeline.train.measure import cut, device_name, loader, peak_flops, peak_me
 if TYPE_CHECKING:
     from pipeline.bench.peers.trainers import Peer  # imports transformers
 
-# Relative. The first losses of two models of one shape with random weights are closer than this.
+# The largest relative difference of the first losses of two models of one shape, random weights.
 _MAX_FIRST_DIFFERENCE = 0.05
 
 
@@ -43,13 +43,13 @@ class _Side:
         self.name = name
         self.seconds: list[float] = []
         self._step = step
-        # At the learning rate 0: this compiles and does not change the weights.
+        # At the learning rate 0, a step compiles and does not change the weights.
         self.losses = [step(batch, 0.0)]
         self._own_bytes = _allocated_bytes() - before
         self.peak_bytes = peak_memory_bytes()
 
     def step(self, batch: Batch, lr: float, waited_s: float = 0.0) -> None:
-        # Both sides are in the memory of one GPU, so subtract what the other one keeps there.
+        # Both sides share the memory of one GPU, so subtract the memory of the other one.
         others_bytes = _allocated_bytes() - self._own_bytes
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -75,7 +75,7 @@ def measure_step(
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Figures:
     """Yield figures as they are measured. Without a corpus, tokens are random."""
-    # In the same call, because cards of one kind differ by up to 3% (docs/BENCHMARKS.md).
+    # Measured on the same card, because cards of one kind differ by up to 3% (docs/BENCHMARKS.md).
     ceiling = _matmul_flops(world.device)
     yield from _description(config, world)
     progress("engine and first step")
@@ -131,9 +131,9 @@ def _timed_steps(
     steps: int,
     progress: Callable[[str], object],
 ) -> Generator[tuple[str, Any], None, float]:
-    """Run the steps in turn; yield mean losses of tenths, return the median wait for a batch."""
+    """Run the steps in turn; yield the mean loss of each tenth, return the median wait for a batch.
+    The loss of a single batch would be too noisy to compare two trainers."""
     waited_s = []
-    # The loss of one batch is too noisy to compare two trainers; the mean of a tenth is not.
     tenth = -(-steps // 10)  # rounded up
     show_losses = theirs is not None or tenth > 1
     for step in range(steps):
@@ -199,7 +199,7 @@ def _ratios(ours: _Side, theirs: _Side, batch_tokens: int) -> Figures:
 
 
 def _step(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: float = 0.0) -> float:
-    """The least that the training loop does: update, one sum over ranks, one read of the loss."""
+    """Do the minimum of the training loop: an update, a sum over ranks, a read of the loss."""
     update = engine.update(cut(batch, config, world), lr)
     # The loop sums parts of the token hash along with the loss, so this does too.
     loss, _ = world.sum(update.nll, [float(batch.hash & 0xFFFF)]).tolist()
@@ -207,7 +207,7 @@ def _step(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: flo
 
 
 def _peer_step(peer: "Peer", config: RunConfig, world: World, batch: Batch, lr: float) -> float:
-    # `item` waits for the device, as the read of the loss in our step does.
+    # `item` waits for the device, as our step does when it reads the loss.
     return peer.step(cut(batch, config, world), lr).item()
 
 
@@ -262,7 +262,7 @@ def _parts(
 
 
 def _matmul_flops(device: torch.device) -> float:
-    """Best rate of a few large matmuls, which a model of nothing but matmuls could reach here."""
+    """Return the best FLOP/s of a few large matmuls: the ceiling for any model on this device."""
     on_gpu = device.type == "cuda"
     # Large enough to fill an H200; on a CPU core 1024 takes some milliseconds.
     n = 8192 if on_gpu else 1024

@@ -36,7 +36,7 @@ CONFIG = "config.toml"
 MANIFEST = "manifest.json"
 VERSION = 3
 _LEGACY = 2
-_ALIGN = 64  # bytes: runs start at a multiple, so that a mapped file can be viewed as any dtype
+ALIGN = 64  # bytes: runs start at a multiple, so that a mapped file can be viewed as any dtype
 # One entry takes about 150 bytes, and a model of 700B parameters has 10^5 tensors.
 _MAX_MANIFEST_BYTES = 1 << 30
 
@@ -50,10 +50,10 @@ class DamagedError(Exception):
 class Run(NamedTuple):
     """Consecutive numbers of a tensor, and the bytes of a file that hold them."""
 
-    offset: Count  # of the first number, in the flattened tensor
+    offset: Count  # place of the first number in the flattened tensor
     numel: Annotated[int, Field(ge=1)]
     file: str
-    start: Count  # byte
+    start: Count  # first byte in the file
     length: Count  # bytes
 
 
@@ -106,7 +106,7 @@ def write_numbers(path: Path, fragments: Iterable[Fragment]) -> tuple[dict[str, 
         for fragment in fragments:
             if not len(fragment.data):
                 continue
-            padding = bytes(-file.tell() % _ALIGN)
+            padding = bytes(-file.tell() % ALIGN)
             numbers = fragment.data.view(torch.uint8).numpy().data
             for part in (padding, numbers):
                 file.write(part)
@@ -122,7 +122,7 @@ def write_numbers(path: Path, fragments: Iterable[Fragment]) -> tuple[dict[str, 
 
 
 def merge_tensors(parts: Sequence[dict[str, Stored]]) -> dict[str, Stored]:
-    """Combine what the ranks wrote."""
+    """Combine the tensors that the ranks wrote."""
     merged: dict[str, Stored] = {}
     for part in parts:
         for key, stored in part.items():
@@ -182,7 +182,7 @@ def _from_legacy(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_places(path: Path, manifest: Manifest) -> None:
-    """Check that every tensor is covered once, by bytes of regular files in the manifest."""
+    """Check that bytes of the manifest's files, all regular, cover every tensor exactly once."""
     sizes: dict[str, int] = {}
     for name in manifest.files:
         if Path(name).name != name:
@@ -231,7 +231,7 @@ class Reader:
 
     def fill(self, fragments: Iterable[Fragment], *, grown: Container[str] = ()) -> None:
         """Write the stored numbers into the fragments. The tensors `grown` may have more rows than
-        are stored; these rows keep their values."""
+        the stored ones; these rows keep their values."""
         for fragment in fragments:
             stored = self._checkpoint.manifest.tensors.get(fragment.key)
             numel = 0 if stored is None else stored.numel

@@ -24,7 +24,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.shape import Model
 from pipeline.errors import RunError
 from pipeline.model.adapter import is_adapter, merge_adapters
-from pipeline.model.block import Block
+from pipeline.model.block import compile_blocks
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
 from pipeline.model.teacher import Teacher
@@ -39,18 +39,14 @@ _OF_VOCABULARY = re.compile(r"/(value_embeddings\.\d+|(.*\.)?(embedding|head))\.
 
 
 def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest intact checkpoint, and a line for each newer one that is damaged.
-
-    Every rank calls it, at the start or between steps when no save is in progress. The ranks
-    share the work of checking the files and agree on the result.
-    """
+    """Return the newest intact checkpoint, and a line for each newer one that is damaged. The ranks
+    share the check of the files. Every rank calls this while no save is in progress."""
     if world.first:
-        for leftover in root.glob(".step-*"):  # from a process killed during a save or a removal
+        for leftover in root.glob(".step-*"):  # of a process killed during a save or a removal
             shutil.rmtree(leftover, ignore_errors=True)
-    # From rank 0: a network file system may show another list to another node.
+    # Only rank 0 lists them: a network file system may show another list to another node.
     paths = world.broadcast(list(list_checkpoints(root).values()) if world.first else [])
     damaged: list[str] = []
-    # The ranks check some files each. All of them must then agree, so faults are gathered.
     for path in reversed(paths):
         checkpoint = None
         fault = ""
@@ -95,7 +91,7 @@ def newest(path: Path) -> Checkpoint:
 
 
 def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
-    """Load a checkpoint into an engine, new or already trained; every rank calls it."""
+    """Load a checkpoint into an engine, new or already trained; every rank calls this."""
     manifest = checkpoint.manifest
     reader = Reader(checkpoint)
     reader.fill(engine.state())  # views: this writes masters and moments in place
@@ -118,22 +114,23 @@ def starting_point(path: Path) -> Path:
 
 
 def load_initial_weights(engine: Engine, path: Path) -> None:
-    """Load the weights of another run, and not its optimizer state; every rank calls it."""
+    """Load the weights of another run, and not its optimizer state; every rank calls this."""
     _begin(engine.state(), cast(Decoder, engine.module).cfg, newest(path))
     engine.sync_weights()
 
 
 def check_initial_weights(own: Model, path: Path) -> None:
-    """Refuse a model that cannot start from a checkpoint, whose files are not read."""
+    """Refuse a model that cannot start from a checkpoint. This reads no weights."""
     with torch.device("meta"):
         _begin(fragments.weights(build_model(own)), own, read_manifest(path))
 
 
 def _begin(state: Iterable[Fragment], own: Model, checkpoint: Checkpoint) -> None:
+    """Fill the weights of a model from a checkpoint, which may be of a different model."""
     known = checkpoint.manifest.tensors
 
     def is_new(fragment: Fragment) -> bool:
-        # Adapters, and a head for other labels, start as they were drawn.
+        # Adapters, and a row head for other labels, keep their initial values.
         head = fragment.key.startswith(f"{WEIGHTS}/row_head.")
         stored = known.get(fragment.key)
         other = stored is None or stored.numel != fragment.global_numel
@@ -146,15 +143,14 @@ def _begin(state: Iterable[Fragment], own: Model, checkpoint: Checkpoint) -> Non
         if kind == WEIGHTS:
             source = replace(fragment, key=f"{WEIGHTS}/{_thinned(name, own, stored)}")
             weights += [] if is_new(source) else [source]
-    # A larger vocabulary, such as one with a mask, has further rows at the end.
+    # A larger vocabulary, such as one with a mask token, has more rows at the end.
     grown = [each.key for each in weights if _OF_VOCABULARY.search(each.key)]
     Reader(checkpoint).fill(weights, grown=grown if own.vocab > stored.vocab else ())
 
 
 def _thinned(name: str, own: Model, stored: Model) -> str:
-    """Return the name of the stored tensor from which a tensor starts. A model with fewer layers
-    starts from layers at equal distances, including the first and the last; for 6 of 12 these are
-    DistilBERT's."""
+    """Return the name of the stored tensor that a tensor starts from. A model with fewer layers
+    takes layers at equal distances, with the first and the last: 6 of 12 like DistilBERT."""
     sides = {
         "blocks.": (own.layers, stored.layers),
         "value_embeddings.": (own.layers, stored.layers),
@@ -168,7 +164,7 @@ def _thinned(name: str, own: Model, stored: Model) -> str:
 
 
 def load_teacher(config: RunConfig, device: torch.device) -> Teacher | None:
-    """Return the teacher of a distilled run, in the dtype of the student's weights."""
+    """Load the teacher of a distilled run, in the dtype of the student's weights."""
     if config.distill is None:
         return None
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
@@ -178,9 +174,7 @@ def load_teacher(config: RunConfig, device: torch.device) -> Teacher | None:
         text = f"distill.teacher={path} has another model than when this run was planned"
         raise RunError(f"{text}; restore that teacher, or start a new run")
     if config.train.compile:
-        for block in model.modules():
-            if isinstance(block, Block):
-                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        compile_blocks(model)
     return Teacher(model.requires_grad_(False).eval(), config.distill)
 
 
@@ -222,7 +216,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def run_config(directory: Path) -> RunConfig:
-    """The config of a run, or of the run that a checkpoint belongs to."""
+    """Return the config of a run, or of the run that a checkpoint belongs to."""
     return _config_of(newest(directory))
 
 
@@ -240,8 +234,7 @@ def load_model(
 ) -> tuple[Decoder, RunConfig]:
     """Return a trained model in evaluation mode, and the config of its run.
 
-    The model is built without memory and filled tensor by tensor: it needs its own size once.
-    """
+    The model is built without memory and filled tensor by tensor: weights exist only once."""
     checkpoint = newest(directory)
     config = _config_of(checkpoint)
     weights = Weights(checkpoint, dtype)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.atomic import digest, replace, sync_directory
 from pipeline.checkpoint.format import (
+    ALIGN,
     CONFIG,
     MANIFEST,
     Manifest,
@@ -43,13 +44,12 @@ from pipeline.planner.memory import checkpoint_bytes
 from pipeline.runs.directory import checkpoint_path, list_checkpoints
 
 T = TypeVar("T")
-_ALIGN = 64  # bytes, between the host copies of two fragments
 
 
 class Saved(NamedTuple):
     step: int
     seconds: float  # from the call to the commit
-    blocked_s: float  # the part of it in which training waited
+    blocked_s: float  # the part of these seconds in which training waited
 
 
 @dataclass(slots=True)
@@ -71,8 +71,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._blocked_s = 0.0  # by the save in progress
-        # Set when the state may change again: it is copied, or on a GPU its copy is enqueued in a
-        # stream that the training stream will wait for.
+        # Set when the state may change again: the copy is done or, on a GPU, enqueued.
         self._copied = threading.Event()
         self._copied.set()
         on_gpu = world.device.type == "cuda"
@@ -85,11 +84,10 @@ class Saver:
         engine.optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
 
     def save(self, step: int) -> Saved | None:
-        """Start a save and return at once; first wait for the save before it, and return that one.
+        """Wait for the save before this one, start this save, and return the one before.
 
         The next optimizer step waits for the copy. Until then only random draws change the state,
-        so the random state is copied here.
-        """
+        so the random state is copied here."""
         before = self.wait()
         began = time.perf_counter()
         self._copied.clear()
@@ -126,7 +124,7 @@ class Saver:
         """Copy the state to host memory, during the next forward and backward passes."""
         try:
             host = self._host.result()
-            with torch.cuda.stream(self._stream):  # has no effect on a CPU, where it is None
+            with torch.cuda.stream(self._stream):  # without effect on a CPU, where it is None
                 adam_steps = fragments.steps(self._engine.optimizer)
                 for fragment, copy in zip(live, host, strict=True):
                     copy.copy_(fragment.data, non_blocking=True)
@@ -159,7 +157,7 @@ class Saver:
                 train = self._config.train
                 prune(self._root, step, train.keep_last, train.keep_every, train.keep_at)
         except OSError as error:
-            failure = self._failure(error, step)  # before the removal, which makes disk space free
+            failure = self._failure(error, step)  # before the removal, which frees disk space
             shutil.rmtree(temporary, ignore_errors=True)
             raise failure from error
 
@@ -174,7 +172,7 @@ class Saver:
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
         """Run an action on every rank; return all results, or raise on every rank if one failed."""
-        # An error is sent like a result: a rank that left would let the others wait.
+        # A rank sends an error like a result: the others would wait for a rank that left.
         mine: T | OSError
         try:
             mine = action()
@@ -201,14 +199,14 @@ class Saver:
 
 
 def _write(path: Path, copies: list[Fragment]) -> tuple[str, dict[str, Stored], str]:
-    # On every rank: a network file system may be late to show what rank 0 created.
+    # A network file system may be late to show the directory that rank 0 created.
     path.parent.mkdir(exist_ok=True)
     return path.name, *write_numbers(path, copies)
 
 
 def _host_memory(live: list[Fragment], disk: str | None, *, pinned: bool) -> list[Tensor]:
-    """Allocate the host copies in one piece for the whole run: pinning takes long."""
-    sizes = [-(-f.data.nbytes // _ALIGN) * _ALIGN for f in live]
+    """Allocate the host copies of a run's saves once and in one piece, because pinning is slow."""
+    sizes = [-(-f.data.nbytes // ALIGN) * ALIGN for f in live]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned and not disk)
     parts = torch.split(on_disk(whole, disk) if disk else whole, sizes)
     return [part[: f.data.nbytes].view(f.data.dtype) for part, f in zip(parts, live, strict=True)]
@@ -229,7 +227,7 @@ def _temporary(root: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, config: RunConfig, manifest: Manifest) -> None:
-    """Write config and manifest; then one rename makes the checkpoint exist."""
+    """Write config and manifest. Then one rename makes the checkpoint exist."""
     replace(temporary / CONFIG, to_toml(config).encode())
     manifest.files[CONFIG] = digest(temporary / CONFIG)
     replace(temporary / MANIFEST, seal(manifest))
@@ -243,10 +241,8 @@ def commit(temporary: Path, config: RunConfig, manifest: Manifest) -> None:
 def prune(
     root: Path, step: int, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()
 ) -> None:
-    """Remove all but the newest few up to a step, multiples of `keep_every`, and branch points.
-
-    Checkpoints after `step` belong to a part of the run that was rolled back: remove them too.
-    """
+    """Remove all checkpoints except the last `keep_last` up to a step, those at multiples of
+    `keep_every` and those at `keep_at`. Later checkpoints belong to steps rolled back."""
     by_step = list_checkpoints(root)
     newest = [each for each in by_step if each <= step][-keep_last:]
     for each, path in by_step.items():
@@ -258,6 +254,6 @@ def prune(
 def remove(path: Path) -> None:
     """Rename a checkpoint first, so that a half-removed one is never read."""
     gone = path.with_name(f".{path.name}.gone")
-    with suppress(FileNotFoundError):  # a user has just deleted it
+    with suppress(FileNotFoundError):  # a user may have deleted it just now
         path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Configuration of Isoflop's decoder for Hugging Face transformers: a value for every key."""
+"""Configuration of Isoflop's decoder for Hugging Face transformers: a default for every key."""
 
 from typing import Any
 

@@ -26,10 +26,10 @@ from pipeline.hub.importing import CONFIG, SPIECE, TOKENIZER, check_logits, new_
 from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
 
-# Our own class, in files that need nothing else of ours (config.json's auto_map names them).
+# The files of our own class, which config.json's auto_map names. They import nothing else of ours.
 CODE = ("configuration_isoflop.py", "modeling_isoflop.py")
 _SHARD_BYTES = 5_000_000_000  # the default of transformers
-# Texts on which a wrong conversion shows: runs of spaces, digits, bytes outside the vocabulary.
+# Texts that reveal a wrong conversion: runs of spaces, digits, bytes outside the vocabulary.
 _PROBES = (
     "The quick brown fox\n\tjumps over 1,234 lazy dogs.  Two spaces,   three;",
     " naïve café, Größe, 東京, 🦊!",
@@ -55,15 +55,15 @@ def export(
     labels: Labels | None = None,
 ) -> Exported:
     """Write the directory. A model without a counterpart is refused before anything is written.
-    With labels, the class of transformers is that for sequences."""
+    A model with labels becomes transformers' class for sequences."""
     if model.generator is not None:
         model.drop_generator()
     family = sequences.export_family(model.cfg, labels)
     with new_directory(directory, "--to") as temporary:
         with torch.no_grad():
-            for parameter in model.parameters():  # so that both sides have the exported precision
+            for parameter in model.parameters():  # so that the check compares the exported numbers
                 parameter.copy_(parameter.to(dtype))
-        # Copies, because safetensors refuses tensors that share memory.
+        # safetensors refuses tensors that share memory.
         tensors = {name: tensor.clone() for name, tensor in hub_state(model, family, dtype)}
         save_torch_state_dict(tensors, temporary, max_shard_size=shard_bytes)
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -76,7 +76,7 @@ def export(
                 shutil.copyfile(Path(__file__).with_name(name), temporary / name)
         if tokenizer is not None:
             _write_tokenizer(tokenizer, temporary, labels)
-        # safetensors writes mode 0600; the mode of a new directory shows what the umask allows.
+        # safetensors writes mode 0600; the mode of a new directory shows the user's umask.
         mode = temporary.stat().st_mode & 0o666
         for path in temporary.iterdir():
             path.chmod(mode)
@@ -91,6 +91,7 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
 def hub_config(
     cfg: Model, family: Family, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> dict[str, Any]:
+    """Return the content of config.json."""
     # A document begins after the end of another, so bos and eos are the same token.
     end = None if tokenizer is None else tokenizer.eod
     name = str(dtype).removeprefix("torch.")
@@ -154,7 +155,7 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path, labels: Labels | Non
         about["pad_token"] = tokenizer.sentencepiece.id_to_piece(sequences.padding_id(tokenizer))
     if labels is not None and labels.reads == "last":
         end = about["eos_token"]
-        # Each text and its end, as in training (objective/noise.py).
+        # Each text and its end, as in training (objective/example.py).
         converted.post_processor = processors.TemplateProcessing(
             single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eod)]
         )
@@ -163,7 +164,7 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path, labels: Labels | Non
 
 
 def _to_hub_tokenizer(tokenizer: Tokenizer) -> HubTokenizer | None:
-    """Return a tokenizer with the same ids; None if there is none, as for unigram models."""
+    """Return a tokenizer with the same ids; None if that is impossible, as for unigram models."""
     try:
         out = HubTokenizer.from_str(tokenizer.converted)
     except ValueError:

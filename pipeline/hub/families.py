@@ -1,8 +1,8 @@
 """Our model settings as Hugging Face's config.json, and back.
 
-configs/hub has a table for each class of transformers. Most settings are renamed (`Family.keys`); a
-`Converter` handles the rest. A setting that does not survive the round trip to config.json and back
-has no counterpart in that class.
+configs/hub has a table for each class of transformers. Most settings have another name there
+(`Family.keys`); a `Converter` handles the rest. A class has no counterpart for a setting that does
+not survive the round trip to config.json and back.
 """
 
 import math
@@ -22,8 +22,7 @@ from pipeline.hub.settings import CONVERTERS, Table
 
 
 class Family(Frozen):
-    """A class of transformers, and how its files spell our settings and tensors. The entries are
-    explained in configs/hub/decoders.toml."""
+    """A class of transformers; configs/hub/decoders.toml explains the entries."""
 
     architecture: str  # the class
     kind: str  # model_type
@@ -47,6 +46,7 @@ def _read_families() -> Iterator[Family]:
         written |= read_toml(CONFIGS / "hub" / f"{name}.toml")
 
     def whole(name: str) -> Table:
+        """Return a table merged into the tables that it is `like`."""
         table = written[name]
         return reduce(merge, [*map(whole, table.get("like", ())), table])
 
@@ -56,10 +56,10 @@ def _read_families() -> Iterator[Family]:
             yield validate(Family, {"architecture": name, **table}, f"configs/hub, {name}")
 
 
-# Of several families that lose equally little of a model, the first is chosen.
+# If several families lose equally little of a model, the first one is chosen.
 FAMILIES = tuple(_read_families())
 
-# settings that only training uses, and the names of a model
+# Settings that only training uses, and the names of a model: an export may lose them.
 _FREE = {"size", "arch", "scaled_embedding", "mtp", "mtp_weight"}
 _FREE |= {"init", "init_out", "embedding_std", "head_std", "ffn.init_scale"}
 _FREE |= {f"ffn.{key}" for key in ("aux_loss", "seq_aux_loss", "z_loss", "bias_step")}
@@ -68,14 +68,14 @@ _FREE |= {f"ffn.{key}" for key in ("aux_loss", "seq_aux_loss", "z_loss", "bias_s
 def to_hub_config(model: Model, family: Family) -> Table:
     """Return the model part of config.json, without token ids and dtype."""
     model = _expressible(model)
-    ours_flat = flat(model)
+    settings = flat(model)
     table: Table = {"architectures": [family.architecture], "model_type": family.kind}
     table |= family.fixed
     # Reversed, so that the first of several pairs with the same key of theirs wins.
     for theirs, ours in reversed(_pairs(family)):
-        if ours in ours_flat:
+        if ours in settings:
             names = {value: name for name, value in family.values.get(theirs, {}).items()}
-            table[theirs] = names[ours_flat[ours]] if names else ours_flat[ours]
+            table[theirs] = names[settings[ours]] if names else settings[ours]
     table |= dict.fromkeys(family.zeros, 0.0)
     for name in family.convert:
         table |= CONVERTERS[name].write(model)
@@ -86,13 +86,12 @@ def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
     """Return our model for a config.json in which transformers has filled in every default."""
     kind = str(theirs.get("model_type"))
     found = [family for family in FAMILIES if family.kind == kind]
-    # Some kinds have several classes, of which the first has every part.
-    classes = theirs.get("architectures") or []
-    family = next((each for each in found if each.architecture in classes), None)
-    family = family or next(iter(found), None)
-    if family is None:
+    if not found:
         known = nearest(kind, [family.kind for family in FAMILIES])
         raise ConfigError(f"model_type={kind!r} in config.json has no counterpart here{known}")
+    # Some kinds have several classes, of which the first has every part.
+    classes = theirs.get("architectures") or []
+    family = next((each for each in found if each.architecture in classes), found[0])
     for key, value in family.fixed.items():
         if theirs.get(key, value) != value:
             raise ConfigError(
@@ -109,7 +108,7 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
         if names and value not in names:
             known = ", ".join(map(repr, names))
             raise ConfigError(f"{key}={value!r} in config.json is none of {known}")
-        # A key that is missing or null leaves our default. Our own class has the keys of all kinds.
+        # A key that is missing or null leaves our default. Our own class has keys of every kind.
         if value is not None and _exists(ours, table):
             table = merge(table, nested(ours, names[value] if names else value))
     for name in family.convert:
@@ -124,7 +123,7 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
 
 
 def _exists(ours: str, table: Table) -> bool:
-    """Whether this setting exists in the kind of attention, ffn, … that the table names."""
+    """Return whether a setting exists in the kind of attention, ffn, … that the table names."""
     part, _, name = ours.partition(".")
     kinds = get_args(Model.model_fields[part].annotation)  # empty if there is only one
     if not kinds or name in ("", "kind"):
@@ -139,9 +138,9 @@ def choose_family(model: Model) -> Family:
     family = min(FAMILIES, key=lambda family: len(lost[family.architecture]))
     missing = lost[family.architecture]
     if missing:
-        # name a setting that no family has, if there is one
-        nowhere = [key for key in missing if all(key in other for other in lost.values())]
-        key = (nowhere or list(missing))[0]
+        # Name a setting that every family loses, if there is one.
+        always = [key for key in missing if all(key in other for other in lost.values())]
+        key = (always or list(missing))[0]
         raise ConfigError(
             f"model.{key}={missing[key]!r} has no counterpart in {family.architecture}, the "
             "nearest class of transformers; only a model without it can be exported"
@@ -166,7 +165,7 @@ def _lost(model: Model, family: Family) -> Table:
 
 
 def _expressible(model: Model) -> Model:
-    """Return the same model as config.json can express it: factors as numbers, both lengths,
+    """Return an equal model in the terms of config.json: factors as numbers, both lengths,
     `global_every` at most `layers`, and a larger theta instead of NTK scaling."""
     scales = Multipliers(
         embedding=model.embedding_multiplier,
@@ -190,7 +189,7 @@ def _expressible(model: Model) -> Model:
 
 
 def _pairs(family: Family) -> list[tuple[str, str]]:
-    """(their key, our key)"""
+    """Return pairs of their key and our key. One key of theirs may stand for several of ours."""
     pairs = family.keys.items()
     return [(key, each) for key, ours in pairs for each in ([ours] if type(ours) is str else ours)]
 

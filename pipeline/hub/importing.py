@@ -1,4 +1,4 @@
-"""Import a Hugging Face directory: its model as one of ours, and as the start of a run.
+"""Import the model of a Hugging Face directory as a checkpoint that a run can start from.
 
 The directory is not trusted. None of its code is run, and only regular files inside it are opened.
 transformers itself sees a temporary directory with a cleaned config.json and links to the weights.
@@ -37,7 +37,7 @@ from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
 from pipeline.planner.check import resolve
 
-# `import` and the check of an export use this class, never a copy of it in a directory.
+# `import` and the check of an export use this class, never its copy in a directory.
 AutoConfig.register("isoflop", IsoflopConfig)
 AutoModelForCausalLM.register(IsoflopConfig, IsoflopForCausalLM)
 
@@ -49,7 +49,7 @@ SPIECE = "spiece.model"  # the same kind of file in a directory of T5 or ALBERT
 _JSON_BYTES = 64 * 2**20  # far above the index of any published model
 # Code, kernels and quantizers that config.json can make transformers load.
 _LOADS_CODE = re.compile(r"auto_map|.*_implementation(_internal)?|quantization_config")
-# Constant tables that older files keep beside the weights.
+# Endings of constant tables that older files keep among the weights.
 _TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # Keys of config.json that count layers.
 _LAYER_KEYS = {
@@ -81,14 +81,14 @@ def import_model(source: Path, out: Path) -> Imported:
             if model.cfg.head == "replaced":
                 layer["objective"] = {"kind": "replaced"}
         elif model.cfg.stack == "encoder-decoder":
-            # A run that starts from these weights may choose another objective and its lengths.
+            # A run that starts from these weights may choose another objective and other lengths.
             objective = Denoise()
             seq, source_seq = objective.lengths(model.cfg.learned_positions, None)
             layer["objective"] = objective.model_dump()
             layer["model"] |= {"seq": seq, "source_seq": source_seq}
         base = read_toml(CONFIGS / "base.toml")
         config = validate(RunSpec, reduce(merge, [base, recipe_layer(), layer]))
-        # Without a file, commands that need it ask for --tokenizer.
+        # Without a tokenizer, commands that need one ask for --tokenizer.
         for file in (SPIECE, TOKENIZER):
             if (source / file).exists() and (source / file).stat().st_size:
                 shutil.copyfile(_regular_file(source, file), temporary / TOKENIZER)
@@ -108,7 +108,7 @@ def load_hub_model(directory: Path) -> Decoder:
 
 @contextmanager
 def new_directory(directory: Path, option: str) -> Iterator[Path]:
-    """A temporary directory that is renamed to `directory` when the block succeeds."""
+    """Yield a temporary directory, which is renamed to `directory` when the block succeeds."""
     try:
         with atomic.directory(directory) as temporary:
             yield temporary
@@ -175,7 +175,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _Weights:
-    """Tensors by name, each read from its safetensors file when asked for."""
+    """Tensors by name. A call reads one tensor from its safetensors file."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -190,7 +190,7 @@ class _Weights:
         self.used: set[str] = set()  # a tensor that stays unused is an error
 
     def __call__(self, name: str) -> Tensor:
-        # a model saved without its head has names without the prefix
+        # A model saved without its head has names without the prefix.
         for prefix in ("transformer.", "model."):
             if name not in self.names and name.removeprefix(prefix) in self.names:
                 name = name.removeprefix(prefix)
@@ -217,10 +217,9 @@ def _load(folder: Path, source: Path) -> tuple[Decoder, Family]:
     state = dict(gather(cfg, family.kind, ours, weights))
     left = weights.names - weights.used - ({"lm_head.weight"} if cfg.tied else set())
     left -= set(family.ignored)
-    # The unused tensors of the extra prediction layers are copies of the embedding and the head.
-    ahead = [f"model.layers.{cfg.layers + depth}." for depth in range(cfg.mtp)]
-    left = {name for name in left if not name.endswith(_TABLES)}
-    left = {name for name in left if not name.startswith(tuple(ahead))}
+    # The unused tensors of the layers for multi-token prediction copy the embedding and the head.
+    ahead = tuple(f"model.layers.{cfg.layers + depth}." for depth in range(cfg.mtp))
+    left = {name for name in left if not name.endswith(_TABLES) and not name.startswith(ahead)}
     if left:
         raise DataError(
             f"{min(left)} and {len(left) - 1} more tensors have no place in a {family.kind} "
@@ -251,12 +250,12 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
     try:
         hub = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         cfg, family = from_hub_config(hub.to_dict())
-        # Refuse a hostile size before transformers allocates it for the comparison.
+        # Refuse a hostile size before transformers allocates memory for the comparison.
         if cfg.vocab * cfg.width > weights.bytes:
             raise DataError(
                 f"vocab_size × hidden_size = {cfg.vocab} × {cfg.width} exceeds the files"
             )
-        # Some files leave out the extra prediction layers that their config.json counts.
+        # Some files lack the layers for multi-token prediction that their config.json counts.
         if f"model.layers.{cfg.layers}.enorm.weight" not in weights.names:
             cfg = cfg.model_copy(update={"mtp": 0})
         with torch.device("meta"):

@@ -26,7 +26,7 @@ def make_norm(width: int, config: IsoflopConfig) -> nn.Module:
 
 
 def every(n: int | None, layer: int) -> bool:
-    """Whether a layer is one of the n-th layers: n-1, 2n-1, and so on."""
+    """Return whether a layer is one of the n-th layers: n-1, 2n-1, and so on."""
     return n is not None and layer % n == n - 1
 
 
@@ -165,7 +165,7 @@ class IsoflopRouter(nn.Module):
         if self.e_score_correction_bias is not None:
             ranks_TE = ranks_TE + self.e_score_correction_bias.float()
         if c.router_groups > 1:
-            # Only the experts of the best groups: by their best expert, or their best two.
+            # Choose only in the best groups: by their best expert (softmax) or best two (sigmoid).
             grouped = ranks_TE.view(len(ranks_TE), c.router_groups, -1)
             best = grouped.topk(min(1 if softmax else 2, grouped.shape[-1]), -1).values.sum(-1)
             chosen = torch.zeros_like(best, dtype=torch.bool)
@@ -277,7 +277,7 @@ class IsoflopModel(IsoflopPreTrainedModel):
         self.post_init()
 
     def embed(self, ids_BS: Tensor, previous_B1: Tensor, places_BS: Tensor) -> Tensor:
-        """Token embeddings. With `smear`, each adds a gated part of the previous token's."""
+        """Return token embeddings. With `smear`, each adds a gated part of the one before it."""
         c = self.config
         if c.smear:
             ids_BS = torch.cat((previous_B1, ids_BS), dim=1)
@@ -301,8 +301,8 @@ class IsoflopModel(IsoflopPreTrainedModel):
         past_key_values: Any = None,
         previous_ids: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states. `previous_ids`, (B, 1), are the tokens before `input_ids`; only a model
-        with `smear` needs them, and only with a cache that is not empty."""
+        """Return hidden states. `previous_ids`, (B, 1), are the tokens before `input_ids`; only a
+        model with `smear` needs them, and only with a cache that is not empty."""
         c = self.config
         new = input_ids.shape[1]
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -329,7 +329,7 @@ class IsoflopModel(IsoflopPreTrainedModel):
         for index, layer in enumerate(self.layers):
             attention = (input_ids, angle_BSD, distance_SK, seen, past_key_values)
             x_BSW = layer(x_BSW, first_BSW, *attention)
-            # With two layers the first: a share of the last only scales it, which the norm undoes.
+            # Never the last: a share of the last would only scale it, which the norm undoes.
             if index == max(0, min(len(self.layers) // 2, len(self.layers) - 2)):
                 middle_BSW = x_BSW
         if self.backout_scale is not None:

@@ -24,8 +24,8 @@ _TOKEN_HEAD = ("head.", "transform.")
 
 
 def export_family(cfg: Model, labels: Labels | None) -> Family:
-    """Return the family of a model; with labels, the family of the model without, in this class.
-    A generator is not exported."""
+    """Return the family of a model. With labels, it is the family of the same model without labels,
+    and its class is the one for sequences. A generator is not exported."""
     cfg = cfg.model_copy(update={"generator": None})
     if labels is None:
         return choose_family(cfg)
@@ -35,7 +35,7 @@ def export_family(cfg: Model, labels: Labels | None) -> Family:
         family = choose_family(cfg.model_copy(update={"row_classes": plain}))
     except ConfigError:
         family = choose_family(cfg.model_copy(update={"row_classes": 0}))
-        if family.row_head:  # it can have labels, so the error names what else is unsupported
+        if family.row_head:  # labels are possible, so the error names another unsupported setting
             raise
     if not family.row_head:
         known = ", ".join(dict.fromkeys(each.kind for each in FAMILIES if each.row_head))
@@ -48,7 +48,7 @@ def export_family(cfg: Model, labels: Labels | None) -> Family:
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
-    """Return a token for padding; not the end of a text, which transformers would then skip."""
+    """Return a token for padding, but not the end of a text, which transformers would skip then."""
     return tokenizer.controls.get("<pad>", tokenizer.sentencepiece.unk_id())
 
 
@@ -90,9 +90,9 @@ def row_logits(
     if labels.reads == "first":
         inputs = {"documents_BS": (~real_BS).long()}
     targets_BS = torch.full_like(tokens_BS, IGNORED)
-    # The labels are arbitrary, because only the predictions are used.
+    # The labels do not matter, because only the predictions are used.
     out = model.eval()(tokens_BS, targets_BS, labels_B=torch.zeros(2).long(), **inputs)
-    # Without a token for padding, transformers takes one row at a time.
+    # Without a token for padding, transformers accepts only one row at a time.
     together = 2 if padding is not None else 1
     masks = torch.split(real_BS.long(), together)
     rows = zip(torch.split(tokens_BS, together), masks, strict=True)

@@ -12,8 +12,6 @@ Table = dict[str, Any]
 
 
 class Converter(NamedTuple):
-    """Settings that need more than a new name."""
-
     write: Callable[[Model], Table]  # our model → keys of config.json
     read: Callable[[Mapping[str, Any]], Table]  # config.json → part of our model's table
 
@@ -45,7 +43,7 @@ def _write_rope(model: Model) -> Table:
         weight = (math.sqrt(scaling.scores) - 1) / (0.1 * math.log(scaling.factor))
         parameters["mscale_all_dim"] = weight
     # transformers 5 reads rope_parameters. transformers 4 reads rope_theta and rope_scaling, and
-    # without them uses a theta of 10,000 and no scaling, silently.
+    # silently uses a theta of 10,000 and no scaling without them.
     return {
         "rope_parameters": {"rope_theta": rope.theta, **parameters},
         "rope_theta": rope.theta,
@@ -116,7 +114,7 @@ def _read_windows(theirs: Mapping[str, Any]) -> Table:
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full) == len(kinds):
         return {}
-    # We have a window in all layers but every n-th.
+    # Our models have a window in all layers except every n-th.
     every = full[0] + 1 if full else None
     if every:
         _check_regular("layer_types", "full attention", full, range(every - 1, len(kinds), every))
@@ -132,7 +130,7 @@ def _read_routed(theirs: Mapping[str, Any]) -> Table:
     step = theirs["decoder_sparse_step"]
     dense = theirs["mlp_only_layers"] or []
     routed = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
-    # we route every n-th layer after the first dense ones
+    # Our models route every n-th layer after the first dense ones.
     every = routed[1] - routed[0] if len(routed) > 1 else 1
     first = routed[0] - every + 1 if routed else layers
     regular = range(first + every - 1, layers, every) if first >= 0 else range(0)
@@ -147,7 +145,7 @@ def _write_dense(model: Model) -> Table:
 
 
 def _read_dense(theirs: Mapping[str, Any]) -> Table:
-    # Our dense model with MLA is theirs with no routed layer.
+    # A dense model with MLA is DeepSeek's class without routed layers.
     if theirs["first_k_dense_replace"] < theirs["num_hidden_layers"]:
         return {}
     return {"ffn": {"kind": "ffn", "activation": "swiglu", "hidden": theirs["intermediate_size"]}}
@@ -220,7 +218,7 @@ def _read_sides(theirs: Mapping[str, Any]) -> Table:
 
 
 def _read_t5(theirs: Mapping[str, Any]) -> Table:
-    """transformers keeps the file's tie_word_embeddings in scale_decoder_outputs, and ties all."""
+    """transformers moves the file's tie_word_embeddings to scale_decoder_outputs, and ties all."""
     scaled = theirs.get("scale_decoder_outputs", theirs["tie_word_embeddings"])
     length = theirs.get("n_positions", 512)
     table: Table = {"tied": scaled, "seq": length, "source_seq": length}

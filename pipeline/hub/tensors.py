@@ -1,4 +1,4 @@
-"""Convert our tensors to Hugging Face's, and back. configs/hub has the names of each family."""
+"""Convert our tensors to Hugging Face's, and back. configs/hub has every family's names."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -28,6 +28,8 @@ _CHANGES = {
 
 
 class Row(NamedTuple):
+    """One tensor of ours, or one expert of it, and the names of its parts in their files."""
+
     ours: str
     expert: int | None  # index in our stack of experts
     theirs: list[str]
@@ -35,7 +37,7 @@ class Row(NamedTuple):
 
 
 def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]:
-    """Yield a row for each of our tensors: the names of its parts in their files."""
+    """Yield the rows of all our tensors."""
     table = TENSORS[family]
     start = "encoder."
     of_encoder = {key.removeprefix(start): table[key] for key in table if key.startswith(start)}
@@ -146,7 +148,7 @@ def _interleaved(model: Model, name: str) -> Tensor:
 def gather(
     model: Model, family: str, ours: Mapping[str, Tensor], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert all tensors from theirs to ours; of `ours` only names and shapes are used."""
+    """Convert all tensors from theirs to ours. `ours` gives only names and shapes."""
     stacks: dict[str, list[Tensor]] = {}
     for row in rows(model, family, ours):
         tensor = from_hub_tensors(model, row, [read(name) for name in row.theirs])

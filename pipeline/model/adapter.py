@@ -3,7 +3,7 @@
 I inputs · O outputs · R rank
 
 A frozen weight is a buffer: no engine looks for its gradient, no optimizer has a state for it, and
-a checkpoint stores it under its own name. When a trained model is loaded, the product is merged.
+a checkpoint stores it under its own name. Loading a trained model merges the product into it.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -42,26 +42,22 @@ def adapt(model: nn.Module, lora: Lora, seed: int, dtype: torch.dtype = torch.fl
     The product starts at zero, so that the model is unchanged at first. Like all weights, those of
     an adapter are drawn by name, from N(0, 1/inputs)."""
     for name, module in list(model.named_modules()):
-        for leaf, child in list(module.named_children()):
-            path = f"{name}.{leaf}" if name else leaf
-            gate = f"{path}.weight".endswith(GATES)  # too small for an adapter
-            if isinstance(child, nn.Linear) and path.startswith(BLOCKS) and not gate:
-                adapted = AdaptedLinear(child, lora)
-                std = child.in_features**-0.5
-                draw_normal(adapted.lora_down, std, f"{seed}/{path}.{_DOWN}")
-                setattr(module, leaf, adapted)
+        gate = f"{name}.weight".endswith(GATES)  # too small for an adapter
+        if isinstance(module, nn.Linear) and name.startswith(BLOCKS) and not gate:
+            adapted = AdaptedLinear(module, lora)
+            draw_normal(adapted.lora_down, module.in_features**-0.5, f"{seed}/{name}.{_DOWN}")
+            model.set_submodule(name, adapted)
     freeze(model, dtype)
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turn every parameter except those of adapters and of the row head into a buffer. Engines cast
-    parameters only, so the buffers get the dtype of training here."""
+    """Turn parameters into buffers of a dtype, except those of adapters and of the row head."""
     frozen: dict[int, Tensor] = {}
     for name, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if leaf in (_DOWN, _UP) or name.startswith("row_head"):
                 continue
-            # A tied head is the embedding, and is saved with it.
+            # Engines do not cast buffers. A tied head is saved with the embedding.
             tied = id(parameter) in frozen
             buffer = frozen.setdefault(id(parameter), parameter.detach().to(dtype))
             delattr(module, leaf)

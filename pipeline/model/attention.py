@@ -3,10 +3,10 @@
 B batch · S sequence · W width · H query heads · G key/value heads · D head or score width
 Q queries · K keys · E value width · R latent rank · A = H + 2G heads of a fused projection
 
-Plain attention, causal or not, uses SDPA, which picks cuDNN or Flash. A trained bias has its own
-kernel for the backward pass (bias_kernel.py). Other masks (windows, documents, padding) and
-modified scores (soft-cap, sinks) use FlexAttention for training on a GPU and a dense mask
-otherwise. `make_mask` makes this choice; only compiled blocks can use FlexAttention.
+Attention without a mask or with the causal one uses SDPA, which picks cuDNN or Flash. A trained
+bias has its own backward kernel (bias_kernel.py). Other masks (windows, documents, padding) and
+modified scores (soft-cap, sinks) use FlexAttention when a GPU trains compiled blocks, and a dense
+mask otherwise. `make_mask` makes this choice.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from pipeline.model.position import Rotary, rotate
 
 
 class Scoring(NamedTuple):
-    """How q·k becomes a score."""
+    """Everything that turns q·k into a score."""
 
     scale: float
     softcap: float | None = None  # Gemma 2 (arXiv 2408.00118)
@@ -59,7 +59,7 @@ def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> 
     # A single query at the end of the cache attends to every key, so it needs no mask. SDPA's
     # `is_causal` would let it attend to the first key only.
     causal = mask is None and bias_HQK is None and q_BHQD.shape[2] == k_BGKD.shape[2]
-    added = mask if isinstance(mask, Tensor) else None  # SDPA accepts booleans
+    added = mask if isinstance(mask, Tensor) else None  # SDPA accepts a boolean mask, too
     if bias_HQK is not None:
         added = cast(Tensor, _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK))
     heads, queries = q_BHQD.shape[1:3]
@@ -119,7 +119,7 @@ def _additive_mask(
 
 
 def _dense(mask: Mask, device: torch.device) -> Tensor | Literal["all"] | None:
-    """Return a BlockMask as a tensor with an entry for each query and key; others unchanged."""
+    """Convert a BlockMask to a tensor with an entry for each query and key."""
     if not isinstance(mask, BlockMask):
         return mask
     rows, heads, queries, keys = mask.shape
@@ -140,8 +140,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: BlockMask) ->
 
     score_mod = None if cap is None and bias_HQK is None else modify
     grouped = q.shape[1] != k.shape[1]
-    # A bias is loaded in fp32 tiles. With the usual three stages they exceed a Hopper GPU's shared
-    # memory, and the kernel does not compile.
+    # With the usual three stages, the fp32 tiles of a bias exceed a Hopper GPU's shared memory.
     options: FlexKernelOptions | None = None if bias_HQK is None else {"num_stages": 1}
     inputs = (q, k, v, score_mod, mask, scoring.scale, grouped)
     if sinks_H is None:
@@ -153,10 +152,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: BlockMask) ->
 
 
 class Sequence:
-    """Which tokens of a row this process works on: here, all of them.
+    """The part of each row that this process works on: here, the whole row.
 
-    With sequence parallelism, parallel/sequence.py replaces it. The model always gets whole rows
-    and cuts them here, so positions, masks, targets and counts are those of the whole row."""
+    With sequence parallelism, parallel/sequence.py replaces this class. The model always gets whole
+    rows and cuts them here, so positions, masks, targets and counts are those of the whole row."""
 
     rank = 0
     parts = 1
@@ -206,9 +205,9 @@ class ReportingSequence(Sequence):
 
 
 class GroupedAttention(nn.Module):
-    """Grouped-query attention over one fused projection: queries, then keys, then values.
+    """Grouped-query attention with one fused projection: queries, then keys, then values.
 
-    `placed` layers use positions and biases; `valued` layers add value embeddings."""
+    Only `placed` layers use positions and biases. Only `valued` layers add value embeddings."""
 
     def __init__(
         self, model: Model, cfg: GQA, *, windowed: bool, placed: bool, valued: bool
@@ -220,7 +219,6 @@ class GroupedAttention(nn.Module):
         self.eps = model.norm.eps
         self.scale = model.score_scale
         self.sequence = Sequence()
-        # One matmul instead of three.
         fused = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
         self.qkv = nn.Linear(model.width, fused, bias=cfg.bias)
         self.out = nn.Linear(cfg.heads * cfg.head_dim, model.width, bias=cfg.out_bias)
@@ -264,7 +262,7 @@ class GroupedAttention(nn.Module):
                 gains = (q_norm.gain, k_norm.gain)
             return norm_and_rotate(qkv_BSAD, c.heads, gains, self.eps, table)
         qk_BSAD, v_BSGD = qkv_BSAD.tensor_split((c.heads + c.kv_heads,), dim=2)
-        # Queries and keys together: decoding on a CPU spends most of its time on overhead.
+        # Decoding on a CPU is mostly overhead, so it normalizes queries and keys in one call.
         generating = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         if generating and isinstance(q_norm, RMSNorm):
             qk_BSAD = rms_norm(qk_BSAD, None, self.eps)
@@ -282,8 +280,8 @@ class GroupedAttention(nn.Module):
 
 class LatentAttention(nn.Module):
     """MLA (arXiv 2405.04434): keys and values are projected from a latent of rank R, and all heads
-    share one rotated part of the key. Decoding caches only these two. It never computes the keys
-    and values: it multiplies the queries and the output by those projections instead."""
+    share one rotated part of the key. Decoding caches only the latent and that part. It computes no
+    keys and values: it multiplies the queries and the output by their projections instead."""
 
     def __init__(self, model: Model, cfg: MLA, *, windowed: bool, placed: bool) -> None:
         super().__init__()
@@ -332,15 +330,15 @@ class LatentAttention(nn.Module):
             q_BHSR = torch.einsum("bshd,hdr->bhsr", q_nope, key_HDR)
             q = torch.cat((q_BHSR, q_rope.transpose(1, 2)), dim=-1)
             k = torch.cat((latent_BKR, k_rope), dim=-1).unsqueeze(1)  # one key for all heads
-            seen_BHSR = attend(q, k, latent_BKR.unsqueeze(1), scoring)
-            y_BHSE = torch.einsum("bhsr,her->bhse", seen_BHSR, value_HER)
+            y_BHSR = attend(q, k, latent_BKR.unsqueeze(1), scoring)
+            y_BHSE = torch.einsum("bhsr,her->bhse", y_BHSR, value_HER)
         out: Tensor = self.out(y_BHSE.transpose(1, 2).flatten(2))
         return out
 
 
 class CrossAttention(nn.Module):
-    """The decoder's queries over the encoder's output, of E tokens. There are no positions, windows
-    or biases: positions of the two sequences do not correspond."""
+    """Attention of the decoder to the encoder's output, E tokens. There are no positions, windows
+    or biases, because positions of the two sequences do not correspond."""
 
     def __init__(self, model: Model, cfg: GQA) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Attention with a trained bias on its scores, as in T5. tests/gpu compares it with plain torch.
 
-SDPA has one kernel that returns the gradient of a bias, and it is slow, because it adds the
+Only one kernel of SDPA returns the gradient of a bias, and that kernel is slow, because it adds the
 gradients of all rows in memory. Here a Triton kernel computes that gradient, and cuDNN everything
 else. Each Triton program keeps one tile of the gradient in registers and loops over the batch.
 

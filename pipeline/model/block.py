@@ -17,12 +17,12 @@ from pipeline.model.norm import Residual, make_norm, make_stream_norm
 from pipeline.model.stream import Scales
 
 T = TypeVar("T")
-# The residual stream, the term still to be added to it (see norm.py), and the block's routing.
+# The residual stream, the pending term (see norm.py), and the block's routing.
 Stream = tuple[Tensor, Tensor | None, Routing | None]
 
 
 def recomputed(part: Callable[..., T], *inputs: object, on: bool) -> T:
-    """Call a part of the model; if `on`, keep only its inputs and repeat it in the backward."""
+    """Call a part of the model. If `on`, keep only the inputs and call it again in the backward."""
     if not on:
         return part(*inputs)
     # The reentrant form would need an input that has a gradient.
@@ -31,8 +31,8 @@ def recomputed(part: Callable[..., T], *inputs: object, on: bool) -> T:
 
 
 class Block(nn.Module):
-    """x = x + attention(norm(x)), then x = x + ffn(norm(x)); between them, in the decoder of an
-    encoder–decoder, x = x + cross(norm(x)), which attends to the encoder's output.
+    """x = x + attention(norm(x)), then x = x + ffn(norm(x)). The decoder of an encoder–decoder has
+    x = x + cross(norm(x)) between them, which attends to the encoder's output.
 
     The next block's norm computes the last addition. `recompute` applies to the feed-forward."""
 
@@ -94,6 +94,14 @@ class Block(nn.Module):
             out: tuple[Tensor, Routing] = self.ffn(x_BSW)
             return out
         return self.ffn(x_BSW), None
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile every block by itself. This starts faster than compiling the whole model, and all
+    layers share one graph. Hooks that an engine adds, such as ZeRO-3's gathering, stay outside."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
 
 class Ahead(nn.Module):

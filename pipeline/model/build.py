@@ -40,7 +40,8 @@ def build_model(
     `most_targets`, the head reads only so many tokens of a row: no row may have more targets."""
 
     def block(layer: int, ahead: bool, source: bool = False) -> Block:
-        # Blocks for multi-token prediction are like the last block, but read only their own input.
+        # A block for multi-token prediction (`ahead`) is like the last one, but reads neither value
+        # embeddings nor the first block's input. `source`: a block of an encoder–decoder's encoder.
         attention = _attention(cfg, layer, valued=cfg.value_layer(layer) and not ahead)
         scales = Scales() if cfg.residual_scales and not ahead else None
         crosses = cfg.stack == "encoder-decoder" and not source
@@ -83,7 +84,7 @@ def build_model(
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skips torch's own initialization, which takes a third as long as ours."""
+    """Skips torch's own initialization, which would take a third as long as ours."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,7 +121,7 @@ def _ffn(cfg: Model, layer: int, experts: range | None) -> nn.Module:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
-    """Set gains to 1, biases, sinks and gates to 0, and draw the other matrices from N(0, std).
+    """Set gains to 1, biases, sinks and gates to 0, and draw the other matrices from N(0, std²).
 
     Every matrix and every expert has its own generator, seeded by its name. So the weights do not
     depend on layout or order, and threads can draw them in parallel."""
@@ -135,21 +136,20 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
                 parameter.fill_(vector if scale is None else scale)
             elif std == 0:
                 parameter.zero_()
-            # By global expert number, so that ranks which share experts draw the same ones.
             elif hasattr(parameter, "expert"):
-                stacked = enumerate(parameter, start=parameter.expert[0])
-                drawn += [
-                    pool.submit(draw_normal, one, std, f"{key}.{index}") for index, one in stacked
-                ]
+                # Global expert numbers make the weights independent of the ranks' experts.
+                for number, expert in enumerate(parameter, start=parameter.expert[0]):
+                    drawn.append(pool.submit(draw_normal, expert, std, f"{key}.{number}"))
             else:
                 drawn.append(pool.submit(draw_normal, parameter, std, key))
         for each in drawn:
-            each.result()  # raises what its thread raised
+            each.result()  # raises the thread's error, if there is one
     if not cfg.attention.scaled:
         # Scores start as if they were divided by √head_dim.
+        a = cfg.attention
         for name, parameter in model.named_parameters():
-            if name.endswith(_QUERIES):
-                _query_rows(parameter, cfg.attention).mul_(cfg.attention.score_dim**-0.5)
+            if name.endswith(_QUERIES):  # queries are the first rows of a fused projection
+                parameter[: a.heads * a.score_dim].mul_(a.score_dim**-0.5)
     if cfg.placement == "deepnorm":
         for name, parameter in model.named_parameters():
             if name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
@@ -158,15 +158,15 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
 
 
 def _std(name: str, parameter: Tensor, cfg: Model) -> float:
-    """Return the std of a matrix. For outputs into the residual stream it is divided by √(2·layers)
-    (Megatron-LM), multiplied by DeepNorm's factor, or zero. Under muP it is proportional to
-    1/√fan-in, and to 1/fan-in for a router, which has few outputs."""
+    """Return the std of a matrix. A matrix that writes to the residual stream has a std divided by
+    √(2·layers) (Megatron-LM), multiplied by DeepNorm's factor, or zero. Under muP the std is
+    proportional to 1/√fan-in, and to 1/fan-in for a router, which has few outputs."""
     leaf = name.removesuffix(".weight")
     if name.endswith(GATES) or (leaf.endswith(".out") and cfg.init_out == "zero"):
         return 0.0
     std = cfg.init_std
     if cfg.init == "fan_in":
-        # Experts are (in, out), linear layers (out, in). A row of a table counts as the stream.
+        # Experts are (in, out), linear layers (out, in). A table's fan-in counts as the width.
         inputs = parameter.shape[-2 if hasattr(parameter, "expert") else -1]
         std /= math.sqrt(cfg.width if name.startswith(TABLES) else inputs)
     if leaf in ("embedding", "encoder.embedding"):
@@ -188,12 +188,8 @@ def _std(name: str, parameter: Tensor, cfg: Model) -> float:
     return std / math.sqrt(2 * cfg.layers) if scaled else std
 
 
-def _query_rows(weight: Tensor, cfg: GQA | MLA) -> Tensor:
-    """Return the rows of a projection that make queries: the first rows, or all of them."""
-    return weight[: cfg.heads * cfg.score_dim]
-
-
 def _value_rows(fused: Tensor, cfg: GQA | MLA) -> Tensor:
+    """Return the rows of a fused projection that make values."""
     match cfg:
         case GQA():
             # The fused projection has queries, keys and values in this order.
@@ -205,8 +201,9 @@ def _value_rows(fused: Tensor, cfg: GQA | MLA) -> Tensor:
 
 
 def draw_normal(out: Tensor, std: float, key: str) -> None:
+    """Fill a tensor with normal numbers that depend only on the key."""
     # Python's own hash differs between processes. The seed must be positive: 63 bits.
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    with torch.no_grad():  # the switch is per thread
+    with torch.no_grad():  # applies to one thread, and `init_weights` draws in several
         out.normal_(0.0, std, generator=generator)

@@ -29,10 +29,10 @@ def make_mask(
     prefix_B: Tensor | None = None,
     flex: bool = False,
 ) -> Mask:
-    """Return which query attends to which key. The last query is at the position of the last key,
-    unless `past` has the number of keys before the first query.
+    """Return the mask of which query attends to which key. The last query is at the position of the
+    last key, unless `past` gives the number of keys before the first query.
 
-    A query always attends to itself, and to every key of the prefix, even later ones."""
+    A query always attends to itself, and to every key of the prefix, even to later ones."""
     # A window as long as the sequence hides nothing, and plain causal attention is faster.
     if window is not None and window >= keys:
         window = None
@@ -40,7 +40,7 @@ def make_mask(
     # SDPA has its own causal mask, and a single query at the end attends to every key.
     if not flex and window is None and not per_row and past is None and queries in (keys, 1):
         return None if causal else "all"
-    before = keys - queries if past is None else past  # tokens in the cache
+    before = keys - queries if past is None else past  # keys before the first query
 
     # FlexAttention traces this function; it must not branch on the values of tensors.
     def sees(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Context(NamedTuple):
     cross: Mask = "all"  # for cross-attention
 
     def at(self, windowed: bool, placed: bool) -> tuple[Mask, Tensor | None, Rotary | None]:
-        """Mask, bias and rotary table of a layer."""
+        """Return the mask, the bias and the rotary table of a layer."""
         mask = self.near if windowed else self.far
         table = self.near_rotary if windowed else self.rotary
         return (mask, self.bias_HQK, table) if placed else (mask, None, None)
@@ -117,15 +117,14 @@ class LayerCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self.place: Tensor | None = None  # of the next token, if `Cache.fix` was called
+        self.place: Tensor | None = None  # position of the next token, if `Cache.fix` was called
         self.kept: list[Tensor] = []
         self.source: tuple[Tensor, ...] = ()  # keys and values of cross-attention
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add the new tokens' tensors and return those of all tokens so far."""
         if not self.kept:
-            # Memory for all tokens at once, so that a step copies only new ones. A masked value
-            # has the weight 0, and must not be a NaN.
+            # Memory for all tokens. Zeros, because a NaN would spoil a sum even with the weight 0.
             self.kept = [t.new_zeros(t.shape[0], self.capacity, *t.shape[2:]) for t in new]
         if self.place is not None:
             for kept, tensor in zip(self.kept, new, strict=True):
@@ -139,7 +138,10 @@ class LayerCache:
 
 
 class Cache:
+    """The state of decoding: the cache of every layer, and what layers share."""
+
     def __init__(self, layers: int, capacity: int, padding_B: Tensor | None = None) -> None:
+        self.capacity = capacity
         self.layers = [LayerCache(capacity) for _ in range(layers)]
         self.padding_B = padding_B  # tokens to ignore on the left of each row
         self.source_documents_BE: Tensor | None = None  # for the mask of cross-attention
@@ -151,18 +153,14 @@ class Cache:
         return self.layers[0].length
 
     @property
-    def capacity(self) -> int:
-        return self.layers[0].capacity
-
-    @property
     def place(self) -> Tensor | None:
         return self.layers[0].place
 
     def fix(self, place: Tensor) -> None:
-        """Read the place of the next token from a tensor, so that a CUDA graph can repeat a pass.
+        """Read the next token's position from a tensor, so that a CUDA graph can repeat a pass.
 
         From now on, each pass is for one token per row and attends to the whole capacity, where a
-        mask hides the tokens that are not yet written. The caller increments the place."""
+        mask hides the tokens that are not yet written. The caller increments the position."""
         for layer in self.layers:
             layer.place = place
         if self.last_B1 is not None:
@@ -174,12 +172,6 @@ class Cache:
             self.last_B1.copy_(last_B1)  # a CUDA graph always reads the same memory
         else:
             self.last_B1 = last_B1
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes per token of one sequence, over all layers."""
-        kept = [tensor for layer in self.layers for tensor in layer.kept]
-        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in kept)
 
     def reorder(self, rows: Tensor) -> None:
         """Let sequence i continue from sequence rows[i], for beam search."""

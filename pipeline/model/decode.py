@@ -25,7 +25,7 @@ class Sampling:
     seed: int = 0
 
     def row_seed(self, row: int) -> int:
-        """The seed of a prompt. Any odd constant would do: prompts need different seeds."""
+        """Return the seed of one prompt. The constant only keeps the prompts' seeds apart."""
         return self.seed + 0x9E3779B9 * row
 
 
@@ -43,26 +43,25 @@ def stream(
     sampling: Sampling,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of every prompt, at most `most` times; None for one that has ended.
+    """Yield the next token of every prompt, at most `most` times; None for a prompt that has ended.
 
     Prompts are padded on the left. The result of one does not depend on the others. An
     encoder–decoder reads one source per prompt; the prompt is the start of the decoder's text."""
     device = model.embedding.weight.device
-    longest = _longest(model, prompts, most)
+    longest = _longest_prompt(model, prompts, most)
     fields = source_fields(model, sources)
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     # Padding may be any token, because the mask hides it.
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens_BS = torch.tensor(rows, device=device)
-    # Allocated once for the prompt and every new token, so it never grows. Masks of attention need
-    # rows of eight.
+    # The cache never grows. Its size is rounded up, because SDPA needs mask rows of 8·n keys.
     capacity = -(-(longest + most) // 8) * 8
     cache = Cache(model.cfg.layers, capacity, padding_B if padding_B.any() else None)
     seeds = [sampling.row_seed(row) for row in range(len(prompts))]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     ended = [False] * len(prompts)
     logits_BV = last_logits(model, tokens_BS, cache, **fields)
-    pass_on = single_pass(model, cache, tokens_BS[:, -1:], most)
+    run_pass = single_pass(model, cache, tokens_BS[:, -1:], most)
     for done in range(1, most + 1):
         next_B = pick(logits_BV, sampling, generators)
         new = next_B.tolist()
@@ -70,24 +69,24 @@ def stream(
         ended = [over or token == end for token, over in zip(new, ended, strict=True)]
         if all(ended) or done == most:
             return
-        logits_BV = pass_on(next_B[:, None].to(device))
+        logits_BV = run_pass(next_B[:, None].to(device))
 
 
 class RecordedPass:
     """The pass for one new token per row, recorded as a CUDA graph and repeated for each token.
 
-    Starting the hundreds of kernels of a small pass takes the host several times as long as the GPU
-    needs to run them. A graph starts them all at once."""
+    The host needs several times as long to start a small pass's kernels as the GPU to run them. A
+    graph starts them all at once."""
 
     def __init__(self, model: Decoder, cache: Cache, tokens_B1: Tensor) -> None:
         device = tokens_B1.device
-        self._cache = cache  # the graph reads and writes its memory
+        self._cache = cache  # keeps the memory alive that the graph reads and writes
         self._tokens_B1 = tokens_B1.clone()
         place = torch.tensor([cache.length], device=device)
         cache.fix(place)
         with torch.cuda.device(device):
-            # A pass that compiles and allocates, on another stream, as torch's documentation asks.
-            # The next token will overwrite what it adds to the cache.
+            # Before recording, torch requires a pass on another stream, which compiles and
+            # allocates. The next pass overwrites the token that this one adds to the cache.
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -108,8 +107,7 @@ def single_pass(
     model: Decoder, cache: Cache, tokens_B1: Tensor, most: int
 ) -> Callable[[Tensor], Tensor]:
     """Return the pass for one more token per row; on a GPU, a recorded one if that is possible."""
-    # Recording takes as long as several passes. Routed experts read their counts on the host, which
-    # a graph cannot do.
+    # Recording costs several passes. Routed experts read counts on the host, which a graph cannot.
     if tokens_B1.is_cuda and most > 8 and not model.routers():
         return RecordedPass(model, cache, tokens_B1)
     return lambda tokens_B1: last_logits(model, tokens_B1, cache)
@@ -145,16 +143,16 @@ def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     logits, order = logits_BV.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k is not None:
         logits = logits[:, : sampling.top_k]
-    chance = logits.softmax(-1)
+    probs = logits.softmax(-1)
     # Keep the smallest set of likeliest tokens whose probabilities sum to top_p, at least one.
-    chance = torch.where(chance.cumsum(-1) - chance < sampling.top_p, chance, 0.0)
+    probs = torch.where(probs.cumsum(-1) - probs < sampling.top_p, probs, 0.0)
     # With top_p=0 no token would be left.
-    chance[:, 0] = chance[:, 0].clamp(min=1e-30)
-    reached = chance.cumsum(-1)
+    probs[:, 0] = probs[:, 0].clamp(min=1e-30)
+    cumulative = probs.cumsum(-1)
     uniform = torch.stack([torch.rand((), generator=each) for each in generators])
     # Invert the cumulative distribution: one uniform number per row, whatever the batch.
-    place = torch.searchsorted(reached, uniform.unsqueeze(1) * reached[:, -1:], right=True)
-    return order.gather(1, place.clamp(max=int(chance.shape[1]) - 1)).squeeze(1)
+    rank = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True)
+    return order.gather(1, rank.clamp(max=int(probs.shape[1]) - 1)).squeeze(1)
 
 
 @torch.inference_mode()
@@ -166,9 +164,9 @@ def beam_search(
     width: int,
     source: Sequence[int] | None = None,
 ) -> list[Beam]:
-    """Return the likeliest continuations, best first; `width` of them are kept at each step."""
+    """Return the likeliest continuations, best first. Each step keeps `width` of them."""
     device = model.embedding.weight.device
-    cache = Cache(model.cfg.layers, _longest(model, [prompt], most) + most)
+    cache = Cache(model.cfg.layers, _longest_prompt(model, [prompt], most) + most)
     tokens_BS = torch.tensor([list(prompt)], device=device)
     fields = source_fields(model, None if source is None else [source])
     live = [Beam(0.0, ())]
@@ -236,7 +234,7 @@ def source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> di
     return fields
 
 
-def _longest(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int:
+def _longest_prompt(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int:
     """Return the length of the longest prompt; raise if there are too few learned positions."""
     if not model.cfg.causal:
         raise ConfigError(

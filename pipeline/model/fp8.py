@@ -5,10 +5,11 @@ T tokens · I inputs · O outputs
 Activations and weights are e4m3, gradients e5m2. Each tensor has one scale, computed from the
 tensor itself and not from earlier steps, so there is nothing to save or to tune. Sums have full
 precision: the fast sums of the tensor cores keep only 14 bits, too few for thousands of tokens, and
-save only 2 to 5% of a product. Without fp8 tensor cores the same rounded numbers are multiplied in
+save only 2 to 5% of the time. Without fp8 tensor cores, the same rounded numbers are multiplied in
 fp32, slowly.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ Scaled = tuple[Tensor, Tensor]  # fp8 numbers, and the scale that multiplies the
 
 
 def convert_to_fp8(module: nn.Module) -> int:
-    """Convert every linear layer whose sides fit the tensor cores' tiles; returns how many."""
-    linear = [layer for layer in module.modules() if type(layer) is nn.Linear]
-    tiled = [layer for layer in linear if layer.in_features % 16 == 0 == layer.out_features % 16]
-    for layer in tiled:
-        # Only the class changes; names, parameters and hooks stay.
-        layer.__class__ = Float8Linear
-    return len(tiled)
+    """Convert every linear layer whose sides fit the tensor cores' tiles; return their number."""
+    converted = 0
+    for layer in module.modules():
+        if type(layer) is nn.Linear and math.gcd(layer.in_features, layer.out_features) % 16 == 0:
+            # Only the class changes; names, parameters and hooks stay.
+            layer.__class__ = Float8Linear
+            converted += 1
+    return converted
 
 
 class Float8Linear(nn.Linear):

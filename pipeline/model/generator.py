@@ -1,5 +1,5 @@
-"""ELECTRA's generator: a small encoder that fills the masks, trained beside the model that has to
-find what it filled in (arXiv 2003.10555).
+"""ELECTRA's generator: a small encoder that fills the masks, trained together with the model that
+has to find the tokens that it replaced (arXiv 2003.10555).
 
 B batch · S sequence · K predicted tokens of a row · W width · V vocabulary
 """
@@ -14,9 +14,11 @@ from pipeline.model.side import Helper, Inputs
 
 
 class Filled(NamedTuple):
-    tokens_BS: Tensor  # the text with the generator's tokens in place of the masked ones
-    replaced_BS: Tensor  # 1 where a token differs from the text, else 0
-    loss: Tensor  # of the generator, in nats per masked token
+    """A text with the generator's tokens in place of the masked ones."""
+
+    tokens_BS: Tensor
+    replaced_BS: Tensor  # 1 where a token differs from the original text, else 0
+    loss: Tensor  # loss of the generator, in nats per masked token
 
 
 def fill_masks(generator: Helper, inputs: Inputs, targets_BS: Tensor, draws_BS: Tensor) -> Filled:
@@ -42,17 +44,17 @@ def fill_masks(generator: Helper, inputs: Inputs, targets_BS: Tensor, draws_BS: 
     return Filled(tokens_BS, (tokens_BS != text_BS).long(), losses.total)
 
 
-_BITS = 2**32 - 1
+_LOW_BITS = 2**32 - 1
 
 
 def gumbel(keys_T: Tensor, vocab: int) -> Tensor:
-    """Gumbel noise for each token of the vocabulary, as a function of 32-bit keys.
+    """Return Gumbel noise for each token of the vocabulary, as a function of 32-bit keys.
 
     The hash is Wellons's lowbias32. Products in int64 wrap, and only their low bits are used."""
     token_V = torch.arange(vocab, device=keys_T.device)
-    x_TV = (keys_T[:, None] + token_V * 0x9E3779B9) & _BITS
+    x_TV = (keys_T[:, None] + token_V * 0x9E3779B9) & _LOW_BITS
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x_TV = ((x_TV ^ (x_TV >> shift)) * factor) & _BITS
+        x_TV = ((x_TV ^ (x_TV >> shift)) * factor) & _LOW_BITS
     x_TV = x_TV ^ (x_TV >> 16)
     # 23 random bits plus a half are exact in fp32, so the share is never 0 or 1.
     share_TV = ((x_TV >> 9).float() + 0.5) / 2**23

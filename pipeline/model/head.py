@@ -32,16 +32,15 @@ def at_targets(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the hidden states and targets of the tokens with a target, and their places.
 
-    Every row returns `most` tokens; if it has fewer targets, some tokens without one are among
-    them. The shape must not depend on the data, or the CPU would have to wait for the GPU."""
+    Every row returns `most` tokens. If a row has fewer targets, some of its tokens have none. The
+    shape must not depend on the data, or the CPU would have to wait for the GPU."""
     places_BK = (targets_BS < 0).argsort(dim=1, stable=True)[:, :most]
     index_BKW = places_BK[..., None].expand(-1, -1, h_BSW.shape[-1])
     return h_BSW.gather(1, index_BKW), targets_BS.gather(1, places_BK), places_BK
 
 
 class Transform(nn.Module):
-    """A layer between the stack and the head: with activation and norm, or only a projection to
-    the rank of a tied embedding."""
+    """The layer before the head: a projection, with `head_transform` also activation and norm."""
 
     def __init__(self, cfg: Model) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class Head(nn.Module):
         if targets_BS is None:
             logits_BSV = cap(F.linear(h_BSW, self.weight, self.bias), self.softcap)
             return logits_BSV.squeeze(-1) if self.replaced else logits_BSV
-        # Count the whole row, so that the mean over the ranks that share it is its mean loss.
+        # Dividing by `parts` makes the mean over the ranks that share a row the row's mean loss.
         count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts
         h_TW = h_BSW.flatten(0, 1)
         targets_T = self.sequence.cut(targets_BS, 1).flatten()
@@ -114,8 +113,8 @@ class Head(nn.Module):
 
 
 class RowHead(nn.Module):
-    """Predicts the class of a row, or a number: from its first token through BERT's pooler, or in a
-    decoder from its last one, as transformers' classes for sequences do."""
+    """Predicts the class of a row, or a number. An encoder predicts from the first token through
+    BERT's pooler, a decoder from the last token, as transformers' classes for sequences do."""
 
     def __init__(self, cfg: Model) -> None:
         super().__init__()
@@ -127,8 +126,8 @@ class RowHead(nn.Module):
     def forward(
         self, h_BSW: Tensor, labels_B: Tensor, last_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The mean loss of the rows with a label, and what is predicted. Labels that are not whole
-        numbers have the squared error; NaN is no label."""
+        """Return the mean loss of the labeled rows, and the predictions. The loss of floating-point
+        labels is the squared error; NaN is no label."""
         rows = torch.arange(len(h_BSW), device=h_BSW.device)
         h_BW = h_BSW[:, 0] if last_B is None else h_BSW[rows, last_B]
         if self.pool is not None:
@@ -141,6 +140,5 @@ class RowHead(nn.Module):
         else:
             nll_B = F.cross_entropy(out_BC, labels_B, ignore_index=IGNORED, reduction="none")
         nll = nll_B.sum() / labeled_B.sum().clamp(min=1)
-        # Of the ranks that share a row, the first has its first token. Losses are averaged over
-        # the ranks.
+        # Of the ranks that share a row, only the first has its first token; losses are averaged.
         return nll * (self.sequence.parts if self.sequence.rank == 0 else 0), out_BC

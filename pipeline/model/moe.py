@@ -1,6 +1,8 @@
 """Routed experts: a router in fp32, a dispatch of rows to experts, and grouped matmuls.
 
-B batch · S sequence · T = B·S tokens · W width · E experts · K experts per token · N = T·K rows
+B batch · S sequence · T = B·S tokens · W width · E experts · K experts per token
+N = T·K rows: each token has one row for each of its experts. order_N sorts the rows by expert, and
+home_N is the inverse of order_N.
 """
 
 import math
@@ -17,7 +19,7 @@ from pipeline.model.ffn import FeedForward, activate
 
 
 class Routing(NamedTuple):
-    """Statistics of a routed layer, returned beside its output; the decoder stacks all layers."""
+    """Losses and statistics of a routed layer. The decoder stacks those of all layers."""
 
     loss: Tensor  # weighted balance loss and z-loss
     load_E: Tensor  # number of rows that chose each expert
@@ -32,18 +34,21 @@ class Choice(NamedTuple):
     weights_TK: Tensor
     load_E: Tensor
     capacity: int | None = None  # the most rows of these tokens that one expert accepts
-    slots_TK: Tensor | None = None  # expert · capacity + place; experts · capacity if dropped
+    # The row's slot among those of all experts: expert · capacity + place in the expert. A dropped
+    # row has the slot after the last, experts · capacity.
+    slots_TK: Tensor | None = None
 
 
 # Rows sorted by expert, rows per expert → rows.
 RunExperts = Callable[[Tensor, Tensor], Tensor]
-# Computes a term that needs no routed expert, while rows travel; it is added to the result.
+# Computes the shared experts, while rows travel to routed experts; the result is added to theirs.
 Beside = Callable[[], Tensor] | None
 # Sends every token to its experts, runs them, and sums their weighted results.
 Dispatch = Callable[[Tensor, Choice, RunExperts, Beside], Tensor]
 
 
 def local_dispatch(x_TW: Tensor, choice: Choice, run: RunExperts, beside: Beside) -> Tensor:
+    """The dispatch for a process that has every expert."""
     extra_TW = None if beside is None else beside()
     order_N, home_N = sort_by_expert(choice.experts_TK)
     rows_NW = dispatch_rows(x_TW, order_N, home_N, choice.experts_TK.shape[1])
@@ -60,7 +65,7 @@ def sort_by_expert(experts: Tensor) -> tuple[Tensor, Tensor]:
 
 def dispatch_rows(x_TW: Tensor, order_N: Tensor, home_N: Tensor, top_k: int) -> Tensor:
     """Return each token's row once per expert that it chose, sorted by expert."""
-    rows_NW: Tensor = _Dispatch.apply(x_TW, order_N, home_N, top_k)  # type: ignore[no-untyped-call]
+    rows_NW: Tensor = _Permute.apply(x_TW, order_N, home_N, top_k)  # type: ignore[no-untyped-call]
     return rows_NW
 
 
@@ -71,7 +76,8 @@ def combine_rows(y_NW: Tensor, order_N: Tensor, home_N: Tensor, weights_TK: Tens
 
 
 def permute_rows(x_NW: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-    y_NW: Tensor = _Permute.apply(x_NW, order_N, inverse_N)  # type: ignore[no-untyped-call]
+    """Return row order[n] at n."""
+    y_NW: Tensor = _Permute.apply(x_NW, order_N, inverse_N, 1)  # type: ignore[no-untyped-call]
     return y_NW
 
 
@@ -85,29 +91,22 @@ def move_rows(x_NW: Tensor, order_M: Tensor, inverse_N: Tensor) -> Tensor:
 # of indexing adds rows with atomics, which is slow and has no fixed order.
 
 
-class _Dispatch(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
+    """Permutes `copies` neighboring copies of each row, which need not exist in memory."""
+
     @staticmethod
-    def forward(ctx: Any, x_TW: Tensor, order_N: Tensor, home_N: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(home_N)
-        ctx.top_k = top_k
-        return x_TW[order_N // top_k]
+    def forward(ctx: Any, x: Tensor, order_N: Tensor, inverse_N: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse_N)
+        ctx.copies = copies
+        return x[order_N if copies == 1 else order_N // copies]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (home_N,) = ctx.saved_tensors
-        return grads[0][home_N].view(-1, ctx.top_k, grads[0].shape[1]).sum(1), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_NW: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_N)
-        return x_NW[order_N]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (inverse_N,) = ctx.saved_tensors
-        return grads[0][inverse_N], None, None
+        grad_NW = grads[0][inverse_N]
+        if ctx.copies > 1:
+            grad_NW = grad_NW.view(-1, ctx.copies, grad_NW.shape[1]).sum(1)
+        return grad_NW, None, None, None
 
 
 class _Move(torch.autograd.Function):
@@ -134,12 +133,14 @@ def _top_indices(scores_BSE: Tensor, top_k: int) -> Tensor:
 
 
 class Router(nn.Module):
+    """Chooses the experts of every token and their weights, in fp32."""
+
     def __init__(self, width: int, cfg: MoE) -> None:
         super().__init__()
         self.cfg = cfg
         self.weight = nn.Parameter(torch.empty(cfg.experts, width))
         self.sequence = Sequence()
-        # The balancing bias as a number of steps: casting the model to bf16 keeps integers exact.
+        # The balancing bias, counted in steps: casting the model to bf16 keeps integers exact.
         steps = torch.zeros(cfg.experts, dtype=torch.int32) if cfg.bias_step else None
         self.register_buffer("steps", steps)
         self.steps: Tensor | None
@@ -197,16 +198,14 @@ class Router(nn.Module):
     def _slots(
         self, experts_BN: Tensor, load_BE: Tensor, before_BE: Tensor, capacity: float
     ) -> tuple[int, Tensor]:
-        """Return the slots per expert, and the slot of each row.
-
-        An expert accepts the first rows of each sequence, so that every layout drops the same
-        rows."""
+        """Return the slots per expert, and the slot of each row (see `Choice`). An expert accepts
+        the first rows of each sequence, so that every layout drops the same rows."""
         batch, rows = experts_BN.shape
         experts = self.cfg.experts
         device = experts_BN.device
         per_sequence = math.ceil(capacity * rows * self.sequence.parts / experts)
         sequence_B = torch.arange(batch, device=device)[:, None]
-        # Rows are sorted by sequence and expert; the place of a row is its rank in its group.
+        # The place of a row is its rank among the rows of the same sequence and expert.
         key = (experts_BN + experts * sequence_B).flatten()
         order, home = sort_by_expert(key)
         load = load_BE.flatten()
@@ -219,7 +218,8 @@ class Router(nn.Module):
         return slots, torch.where(place_BN < per_sequence, slots_BN, experts * slots)
 
     def _loss(self, logits_BSE: Tensor, chance_BSE: Tensor, load_BE: Tensor) -> Tensor:
-        """Switch's balance loss, 1 if balanced, per micro-batch and sequence, and the z loss."""
+        """Return the z-loss and Switch's balance losses, over the micro-batch and within sequences.
+        A balance loss is 1, before its weight, if all experts have the same load."""
         c = self.cfg
         loss = logits_BSE.new_zeros(())
         share_BE = load_BE * (c.experts / (logits_BSE.shape[1] * self.sequence.parts * c.top_k))
@@ -240,12 +240,11 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The stacked weights of experts `first` to `first + count`."""
+    """The stacked weights of `count` experts, beginning with expert number `first`."""
 
     def __init__(self, width: int, cfg: MoE, first: int, count: int) -> None:
         super().__init__()
         self.activation = cfg.activation
-        self.first = first
         self.up = nn.Parameter(torch.empty(count, width, cfg.hidden * (2 if cfg.gated else 1)))
         self.out = nn.Parameter(torch.empty(count, cfg.hidden, width))
         for stack in (self.up, self.out):
@@ -259,6 +258,8 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
+    """A routed feed-forward layer. `experts` are those that this process holds."""
+
     def __init__(self, width: int, cfg: MoE, experts: range) -> None:
         super().__init__()
         self.router = Router(width, cfg)
@@ -266,8 +267,7 @@ class MixtureOfExperts(nn.Module):
         # Shared experts are one wider layer: the same result in fewer matmuls.
         hidden = cfg.shared * cfg.hidden
         self.shared = FeedForward(width, hidden, cfg.activation) if cfg.shared else None
-        # parallel/expert.py replaces it with a dispatch across ranks.
-        self.dispatch: Dispatch = local_dispatch
+        self.dispatch: Dispatch = local_dispatch  # parallel/expert.py replaces this function
 
     def forward(self, x_BSW: Tensor) -> tuple[Tensor, Routing]:
         choice, routing = self.router(x_BSW)

@@ -16,11 +16,11 @@ from pipeline.config.shape import Model
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """x divided by the root of its mean square, times the gain."""
+    """Return x divided by the root of its mean square, times the gain."""
     compiling = torch.compiler.is_compiling()
     if compiling or not torch.is_inference_mode_enabled() or x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, x.shape[-1:], gain, eps)
-    # On a CPU, F.rms_norm is nine operations. For a single token, these four take half of its time.
+    # On a CPU, F.rms_norm is nine operations. For a single token, these four take half as long.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     y = x * torch.addcmul(_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return y if gain is None else y.mul_(gain)
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
 
 @cache
 def _number(value: float) -> Tensor:
-    """A scalar tensor, kept because making one costs as much as an operation."""
+    """Return a scalar tensor. It is cached, because making one costs as much as an operation."""
     return torch.tensor(value, device="cpu")
 
 
@@ -77,8 +77,7 @@ def make_norm(width: int, cfg: Norm) -> nn.Module:
 
 
 def make_stream_norm(width: int, cfg: Norm) -> nn.Module:
-    """A norm to be called through `add_and_norm`."""
-    # The fused kernel exists for RMSNorm only.
+    """Build a norm for `add_and_norm`. The fused kernel exists for RMSNorm only."""
     return StreamNorm(width, cfg) if cfg.kind == "rmsnorm" else make_norm(width, cfg)
 
 

@@ -17,9 +17,7 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half); 
 
 
 def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) -> Rotary:
-    """Return cosines and sines, computed in every forward pass, which costs little.
-
-    A buffer would be cast to bf16 with the weights, too coarse for positions above 256."""
+    """Return cosines and sines. In a buffer, bf16 would be too coarse for positions above 256."""
     if windowed and cfg.window_theta is not None:
         cfg = RoPE(theta=cfg.window_theta)  # a window is short, so it needs no scaling
     frequencies, factor = _frequencies(dim, cfg, positions.device)
@@ -28,13 +26,14 @@ def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) ->
 
 
 def spread(table: Rotary) -> Rotary:
-    """Return the table with all D channels, (…, 1, D), with which `rotate` needs fewer operations:
-    on a CPU, their overhead is most of the time of decoding."""
+    """Return the table with all D channels, (…, 1, D), so that `rotate` needs fewer operations.
+    On a CPU, the overhead of operations is most of the time of decoding."""
     cos, sin = (part[..., None, :] for part in table)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x_BSHD: Tensor, table: Rotary | None) -> Tensor:
+    """Rotate the channel pairs of every head; without a table, return the input."""
     if table is None:
         return x_BSHD
     half = x_BSHD.shape[-1] // 2
@@ -101,11 +100,11 @@ def places_in(documents_BS: Tensor) -> Tensor:
 
 
 def distances(queries: int, keys: int, device: torch.device, past: Tensor | None = None) -> Tensor:
-    """Return how far each key is before each query, (Q, K); negative for keys after the query. Both
-    end at the same position, unless `past` has the number of keys before the first query."""
+    """Return how far each key is before each query, (Q, K); negative for keys after the query. The
+    last query is at the last key, unless `past` gives the number of keys before the first query."""
     before = keys - queries if past is None else past
-    here = torch.arange(queries, device=device) + before
-    return here[:, None] - torch.arange(keys, device=device)
+    places_Q = torch.arange(queries, device=device) + before
+    return places_Q[:, None] - torch.arange(keys, device=device)
 
 
 def alibi(distance_QK: Tensor, heads: int) -> Tensor:
@@ -116,7 +115,7 @@ def alibi(distance_QK: Tensor, heads: int) -> Tensor:
     power = 2 ** math.floor(math.log2(heads))
     # Made on the device, because a CUDA graph cannot copy from the host.
     head = torch.arange(heads, device=distance_QK.device)
-    # For eight heads 1/2, 1/4, …, 1/256.
+    # For eight heads, the slopes are 1/2, 1/4, …, 1/256.
     step = torch.where(head < power, 2 * (head + 1), 2 * (head - power) + 1)
     slopes_H = torch.exp2(-4 * step / power)
     return -slopes_H[:, None, None] * distance_QK
@@ -134,8 +133,7 @@ class DistanceBias(nn.Module):
 
     def forward(self, distance_QK: Tensor) -> Tensor:
         """Return the bias of each head, (H, Q, K)."""
-        # Distances are equal along each diagonal, so each is looked up once. Looking up every pair
-        # would add Q·K gradients to a few buckets, one after the other.
+        # One lookup for each diagonal: Q·K gradients of all pairs would be added one by one.
         diagonals = torch.cat((distance_QK[1:, 0].flip(0), distance_QK[0]))
         bias_HL = self.weight[self._bucket(diagonals)].T
         return _along_diagonals(bias_HL, *distance_QK.shape)
@@ -160,8 +158,7 @@ def _along_diagonals(values_HL: Tensor, queries: int, keys: int) -> Tensor:
     """Spread values over the diagonals of a matrix, from the lower left to the upper right.
 
     Copies of the values, padded by one element, are concatenated and cut again into rows without
-    the padding: each row is then shifted by one from the row before. This needs no index, and
-    neither does its backward pass."""
+    the padding, so that each row is shifted by one. Forward and backward need no index."""
     length = queries + keys - 1
     padded_HQL = F.pad(values_HL, (0, 1)).unsqueeze(1).expand(-1, queries, -1)
     shifted_HQL = padded_HQL.flatten(1)[:, : queries * length].view(-1, queries, length)

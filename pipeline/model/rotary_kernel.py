@@ -16,9 +16,8 @@ from pipeline.model.kernels import pointer
 
 @triton.jit
 def _heads(tokens, H, G, HEADS: tl.constexpr):
-    """Return a program's part (0 queries, 1 keys, 2 values), the tokens and heads that it works on,
-    and the part's first head. The heads of a token are next to each other, so that all of them read
-    its few cosines and sines from the cache."""
+    """Return a program's part (0 queries, 1 keys, 2 values), its tokens and heads, and the part's
+    first head. Heads of a token are neighbors, because they read the same cosines and sines."""
     block = tl.program_id(0)
     part, first, heads = 0, 0, H
     if block >= tl.cdiv(tokens * H, HEADS):
@@ -73,8 +72,7 @@ def _rotate_backward_kernel(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin,
     inside = (token < tokens)[:, None] & (pair >= 0)
     batch = (token // seq).to(tl.int64)
     place = token % seq
-    # Attention returns gradients with heads before tokens: read them by their strides, such as qb,
-    # qs and qh over batch, sequence and heads.
+    # Attention returns gradients with heads before tokens. qb, qs and qh are the strides of dq.
     if part == 0:
         g = dq + (batch * qb + place * qs + head * qh)[:, None]
     elif part == 1:
@@ -116,8 +114,7 @@ def _rotate(
     x: Tensor, q_gain: Tensor | None, k_gain: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, heads: int, norm: bool, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Return all heads or, with norm, only queries and keys: the values are still in x, which the
-    backward pass of the norm keeps anyway."""
+    """Return all heads or, with norm, only queries and keys, because its backward pass keeps x."""
     B, S, A, D = x.shape
     groups = (A - heads) // 2
     y = x.new_empty(B, S, heads + groups if norm else A, D)
@@ -201,10 +198,8 @@ def norm_and_rotate(
     eps: float,
     table: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normed and rotated queries and keys, and unchanged values.
+    """Return normed and rotated queries and keys, and unchanged values, in one pass over memory.
 
-    This is one pass over the memory, and one in the backward pass. The compiler would make four
-    passes, and a fifth that joins the three gradients.
     Without a norm, `gains` is None; for a norm without gains it is (None, None)."""
     given = (*(gains or (None, None)), *(table or (None, None)))
     x = qkv_BSAD.contiguous()

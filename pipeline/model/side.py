@@ -1,4 +1,4 @@
-"""The parts of every stack, also of both stacks of an encoder–decoder: inputs, masks, blocks.
+"""What every stack of blocks has: inputs, positions and masks. An encoder–decoder has two stacks.
 
 B batch · S sequence · W width · H heads · Q queries · K keys
 R width of the embedding: W, unless model.embedding_rank is set · N segments
@@ -31,14 +31,14 @@ from pipeline.model.stream import settle
 
 
 class Seen(NamedTuple):
-    """What a token may attend to, besides the causal order."""
+    """Limits and extensions of the tokens that a token attends to, besides the causal order."""
 
     documents_BS: Tensor | None = None  # attend only within the token's own document
     prefix_B: Tensor | None = None  # attend also to every token of the prefix
 
 
 class Inputs(NamedTuple):
-    """What a stack reads: the tensors of a batch without its targets."""
+    """The input tensors of a model: those of a batch without its targets."""
 
     tokens_BS: Tensor
     documents_BS: Tensor | None = None
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 class Helper(Protocol):
-    """A second whole model that the main one calls: ELECTRA's generator or a teacher."""
+    """A second whole model that the main model calls: ELECTRA's generator or a teacher."""
 
     head: Head
     transform: Transform | None
@@ -62,14 +62,9 @@ class Helper(Protocol):
 
 
 class Side(nn.Module):
-    """A stack without its head. Subclasses add the parts in the order in which they are used."""
+    """A stack without its head. Subclasses add the parts in the order of their use."""
 
-    position: nn.Module | None
-    segments: nn.Module | None
-    embedding_norm: nn.Module | None
-    embedding_projection: nn.Module | None
     blocks: nn.ModuleList
-    norm: nn.Module
 
     def __init__(self, cfg: Model, *, causal: bool, recompute: bool) -> None:
         super().__init__()
@@ -86,19 +81,16 @@ class Side(nn.Module):
         summed = cfg.embedding_norm == "sum"
         self.embedding_norm = make_norm(cfg.input_width, cfg.norm) if summed else None
         bias = isinstance(cfg.ffn, FFN) and cfg.ffn.bias
-        wider = None
-        if cfg.embedding_rank is not None:
-            wider = nn.Linear(cfg.embedding_rank, cfg.width, bias=bias)
-        self.embedding_projection = wider
+        rank = cfg.embedding_rank
+        self.embedding_projection = None if rank is None else nn.Linear(rank, cfg.width, bias=bias)
 
     def add_norm(self) -> None:
-        # Only blocks that normalize their input leave a stream that is not yet normalized.
+        """Add the norm after the last block. Blocks that normalize the stream itself need none."""
         before = PLACEMENTS[self.cfg.placement].before
-        norm = make_stream_norm(self.cfg.width, self.cfg.norm) if before else nn.Identity()
-        self.norm = norm
+        self.norm = make_stream_norm(self.cfg.width, self.cfg.norm) if before else nn.Identity()
 
     def embed(self, x_BSR: Tensor, places: Tensor, segments_BS: Tensor | None = None) -> Tensor:
-        """Return the input of the first block, from the embeddings of its tokens."""
+        """Return the input of the first block from the tokens' embeddings."""
         position = self.cfg.position
         if isinstance(position, Learned) and self.position is not None:
             x_BSR = x_BSR + self.position(places + position.offset)
@@ -115,8 +107,8 @@ class Side(nn.Module):
         self, segments_BS: Tensor | None, table: nn.Module, device: torch.device
     ) -> Tensor:
         """Return the embedding of each token's segment; without segments, that of the first."""
-        # In the backward pass of a lookup, a GPU adds the gradients of a row's tokens one by one.
-        # Here each row is looked up once, and a matrix product adds the gradients of its tokens.
+        # In the backward pass of a lookup, a GPU adds the gradients of a segment's tokens one by
+        # one. Here each segment is looked up once, and a matrix product adds the gradients.
         all_N = torch.arange(self.cfg.segments, device=device)
         rows_NR: Tensor = table(all_N)
         if segments_BS is None:
@@ -157,7 +149,7 @@ class Side(nn.Module):
         padding_B = None if cache is None else cache.padding_B
         places = torch.arange(past, past + queries, device=device) if fixed is None else fixed
         if padding_B is not None:
-            # The first real token of a row has position 0, as in training.
+            # The first token after the padding has position 0, as in training.
             places = (places - padding_B[:, None]).clamp(min=0)
         if documents_BS is not None:
             places = places_in(documents_BS)
@@ -213,7 +205,7 @@ class Side(nn.Module):
             return None
         distance_QK = distances(queries, keys, device, past)
         if isinstance(position, ALiBi):
-            # Only the distance counts, also to later keys, if the mask allows them.
+            # The penalty is symmetric: the mask may allow later keys.
             return alibi(distance_QK.abs(), self.cfg.attention.heads)
         assert self.position is not None
         bias_HQK: Tensor = self.position(distance_QK)

@@ -41,7 +41,7 @@ class Decoder(Side):
     def __init__(
         self,
         cfg: Model,
-        block: Callable[[int, bool], Block],  # makes the block of a layer; True: for mtp
+        block: Callable[[int, bool], Block],  # builds a layer's block; True: one for mtp
         encoder: Encoder | None = None,
         generator: "Decoder | None" = None,
         *,
@@ -50,7 +50,7 @@ class Decoder(Side):
         loss_chunk: int = 2048,
         recompute: bool = False,
         token_weight: float | None = None,  # weight of the tokens' loss in fine-tuning on labels
-        most_targets: int | None = None,  # per row: the head reads only these; None: every token
+        most_targets: int | None = None,  # tokens of a row that the head reads; None: all
     ) -> None:
         super().__init__(cfg, causal=cfg.causal, recompute=recompute)
         self.z_loss = z_loss
@@ -61,8 +61,7 @@ class Decoder(Side):
         self.embedding = nn.Embedding(cfg.vocab, cfg.input_width)
         self.add_inputs()
         self.smear = Smear(cfg) if cfg.smear else None
-        # The blocks do not look these up, because the compiled backward pass of a lookup adds rows
-        # in no fixed order.
+        # Outside of the compiled blocks: a compiled lookup's backward adds rows in no fixed order.
         self.value_embeddings = nn.ModuleDict(_value_embeddings(cfg))
         self.encoder = encoder
         layers = 1 if cfg.shares("decoder") else cfg.layers
@@ -73,13 +72,13 @@ class Decoder(Side):
         self.ahead = nn.ModuleList(Ahead(cfg, block(last, True)) for _ in range(cfg.mtp))
         projected = cfg.head_transform or cfg.head_width != cfg.width
         self.transform = Transform(cfg) if projected else None
-        # Always a separate parameter at first, which `tie` replaces.
+        # The head gets a weight of its own, which `tie` replaces if it is tied.
         rows = 1 if cfg.head == "replaced" else cfg.vocab
         self.head = Head(cfg, nn.Parameter(torch.empty(rows, cfg.head_width)))
         self.row_head = RowHead(cfg) if cfg.row_classes else None
         self.generator = generator
         self.teacher: Teacher | None = None  # set for a distilled run
-        self.whole_prompts = False  # set for a prefix LM: a prompt is read in both directions
+        self.whole_prompts = False  # set for a prefix LM, which attends to prompts in full
         self.tie()
 
     def tie(self) -> None:
@@ -138,7 +137,7 @@ class Decoder(Side):
         out = self._losses(h_BSW, targets_BS, labels_B, last_B, taught)
         if targets_BS is None or isinstance(out, Tensor):
             return out
-        # Training adds the losses of further tokens and of the routers. `nll` stays the plain loss.
+        # From here on, `total` gets further terms, and `nll` stays the plain loss.
         total = out.total
         if filled is not None:
             total = filled.loss + self.cfg.replaced_weight * total
@@ -147,7 +146,7 @@ class Decoder(Side):
                 total, x_BSW, tokens_BS, targets_BS, places, context, routings
             )
         if counts_B is not None:
-            # These rows' share of the sum over the whole batch: losses are means of means.
+            # Without this share, rows with few targets would weigh as much as rows with many.
             share = (targets_BS >= 0).sum() / counts_B.sum()
             total = total * share
             out = out._replace(nll=out.nll * share)
@@ -160,7 +159,6 @@ class Decoder(Side):
     def states(self, inputs: Inputs, cache: Cache | None = None) -> States:
         """Run all layers."""
         tokens_BS = inputs.tokens_BS
-        # Positions, masks and biases are computed once and shared by all layers.
         seen = Seen(inputs.documents_BS, inputs.prefix_B)
         if self.whole_prompts and cache is not None and not cache.length:
             rows, prompt = tokens_BS.shape
@@ -171,11 +169,10 @@ class Decoder(Side):
             context = self._encode(context, routings, inputs, cache)
         x_BSW = self.embed(self._smeared(tokens_BS, places, cache), places, inputs.segments_BS)
         if self.training and not x_BSW.requires_grad:
-            # A frozen embedding. ZeRO-3 gathers the weights of a block for the backward pass only
-            # where the block's input has a gradient.
+            # A frozen embedding: ZeRO-3 gathers a block only if the block's input has a gradient.
             x_BSW.requires_grad_()
         x_BSW, pending = self._decode(x_BSW, tokens_BS, context, routings, cache)
-        # Only the next token is needed, and the logits of a whole prompt would fill the memory.
+        # Decoding needs only the next token, and the logits of a long prompt would fill the memory.
         if cache is not None:
             x_BSW = x_BSW[:, -1:]
             pending = None if pending is None else pending[:, -1:]
@@ -256,8 +253,7 @@ class Decoder(Side):
             out = cast(Losses, self.predict(h_BSW, targets_BS, taught))
             return Losses(out.total + row_loss, out.nll, rows_BC=rows_BC)
         if self.token_weight == 0:
-            # One token that predicts nothing costs nothing, and gives the head a gradient of zero:
-            # every engine expects a gradient for each parameter.
+            # Engines expect a gradient for the head, too: one token without a target gives zeros.
             h_BSW = h_BSW[:1, :1]
             targets_BS = torch.full_like(targets_BS[:1, :1], IGNORED)
         tokens = cast(Losses, self.predict(h_BSW, targets_BS))
@@ -270,7 +266,7 @@ class Decoder(Side):
         """Return the logits or, with targets, the losses of tokens."""
         whole_BSW = h_BSW
         places_BK = None
-        # Not with sequence parallelism: ranks that share a row have different numbers of targets.
+        # With sequence parallelism, the ranks that share a row have different numbers of targets.
         if targets_BS is not None and self.most_targets and self.sequence.parts == 1:
             h_BSW, targets_BS, places_BK = at_targets(h_BSW, targets_BS, self.most_targets)
         read_BSW = h_BSW if self.transform is None else self.transform(h_BSW)
@@ -294,8 +290,7 @@ class Decoder(Side):
     ) -> Tensor:
         """Add the losses of further tokens to the total; append their routings."""
         for ahead in self.ahead:
-            # The next token is known and the one after it is predicted, so targets move by one.
-            # The last position of a row or a document has no target, nor has a prompt.
+            # Inputs and targets move by one. The last token of a row or document has no target.
             tokens_BS = torch.where(targets_BS < 0, tokens_BS.roll(-1, 1), targets_BS)
             next_BS = self.sequence.cut(tokens_BS, 1)
             embedded_BSW = self.embed(self._look_up(next_BS), places)
@@ -317,11 +312,10 @@ class Decoder(Side):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def _smeared(self, tokens_BS: Tensor, places: Tensor, cache: Cache | None) -> Tensor:
-        """Embed the tokens and, with `smear`, mix each with the token before it. That token may
-        belong to another process or to the cache."""
+        """Embed the tokens and, with `smear`, add a part of the token before to each."""
         if self.smear is None:
             return self._look_up(self.sequence.cut(tokens_BS, 1))
-        before_B1 = tokens_BS[:, :1]  # any token: nothing is mixed into the first one of a row
+        before_B1 = tokens_BS[:, :1]  # any token: nothing is added to the first one of a row
         if cache is not None:
             before_B1 = before_B1 if cache.last_B1 is None else cache.last_B1
         row_BS = self.sequence.cut_after(torch.cat((before_B1, tokens_BS), dim=1))
@@ -332,6 +326,7 @@ class Decoder(Side):
         return smeared_BSR
 
     def _look_up(self, tokens_BS: Tensor, table: nn.Module | None = None) -> Tensor:
+        """Return the tokens' embeddings, normalized and multiplied as configured."""
         x_BSR: Tensor = (table or self.embedding)(tokens_BS)
         if self.cfg.embedding_norm is True:
             x_BSR = F.rms_norm(x_BSR, x_BSR.shape[-1:], eps=self.cfg.norm.eps)
@@ -340,6 +335,7 @@ class Decoder(Side):
         return x_BSR
 
     def _values(self, tokens_BS: Tensor, layer: int) -> Tensor | None:
+        """Return the tokens' value embeddings in a layer, if the layer has them."""
         if not self.cfg.value_layer(layer):
             return None
         values_BSE: Tensor = self.value_embeddings[str(layer)](self.sequence.cut(tokens_BS, 1))

@@ -23,8 +23,7 @@ class Smear(nn.Module):
         self.scale = nn.Parameter(torch.zeros(1))
 
     def forward(self, x_BSW: Tensor, follows: Tensor) -> Tensor:
-        """The input has one extra token on the left. `follows`, (S) or (B, S), is false where a
-        document starts."""
+        """The input begins with an extra token. `follows` is false where a document starts."""
         here_BSW = x_BSW[:, 1:]
         gate_BS1 = torch.sigmoid(self.gate(here_BSW[..., : self.gate.in_features]))
         gate_BS1 = self.scale * gate_BS1 * follows.unsqueeze(-1)
@@ -32,7 +31,7 @@ class Smear(nn.Module):
 
 
 class Scales(nn.Module):
-    """Scale the stream before a block, and add a share of the first block's input to it."""
+    """Scales the stream before a block, and adds a share of the first block's input to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +43,7 @@ class Scales(nn.Module):
 
 
 class Backout(nn.Module):
-    """Subtracts a share of the middle layer's stream at the end: features that later layers used
-    but that do not help the prediction."""
+    """Subtracts a share of the middle layer's stream, which only later layers need, at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +64,7 @@ def initial_scale(name: str, cfg: Model) -> float | None:
         return 0.0
     if name == "backout.scale":
         return BACKOUT
-    # More of the stream and of the first input in early layers: 1.15 to 1.05 and 0.2 to 0.05.
+    # From the first to the last layer: 1.15 to 1.05 for the stream, 0.2 to 0.05 for the input.
     if name.endswith((".scales.stream", ".scales.first")):
         depth = int(name.split(".")[1]) / max(1, cfg.layers - 1)
         return 1.15 - 0.1 * depth if name.endswith("stream") else 0.2 - 0.15 * depth

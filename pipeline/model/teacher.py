@@ -26,14 +26,14 @@ class Teacher:
 
 
 class Taught(NamedTuple):
-    """What a teacher made of the student's input."""
+    """A teacher's result for the student's input."""
 
     teacher: Teacher
     h_BSW: Tensor  # last hidden states
 
     @torch.no_grad()
     def soft(self, places_BK: Tensor | None) -> Soft:
-        """The predictions at all tokens, or at some places of each row."""
+        """Return the predictions at all tokens, or at some places of each row."""
         model = self.teacher.model
         h_BSW = self.h_BSW
         if places_BK is not None:
@@ -41,9 +41,9 @@ class Taught(NamedTuple):
         if model.transform is not None:
             h_BSW = model.transform(h_BSW)
         head = model.head
-        asked = self.teacher.settings
+        settings = self.teacher.settings
         h_TW = (h_BSW * head.scale).flatten(0, 1)
-        weights = (asked.temperature, asked.soft, asked.hard)
+        weights = (settings.temperature, settings.soft, settings.hard)
         return Soft(h_TW, head.weight, head.bias, head.softcap, *weights)
 
     def angle(self, h_BSW: Tensor) -> Tensor:

@@ -19,21 +19,22 @@ from pipeline.objective.noise import make_noise
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """The input of one forward pass on one rank: rows of text, and what the objective adds."""
+    """The input of one forward pass on one rank: rows of text, and the objective's tensors."""
 
     tokens_BS: Tensor  # int64 inputs
     targets_BS: Tensor  # int64, the token to predict at each position; -100 for none
     documents_BS: Tensor | None = None  # int64, each token's document, if documents are kept apart
-    # For objectives that need them; int64 unless noted.
+    # Tensors of some objectives; int64 unless noted.
     source_BE: Tensor | None = None  # inputs of the encoder
     source_documents_BE: Tensor | None = None  # cross-attention stays within each document
-    segments_BS: Tensor | None = None  # which of two texts a token belongs to
+    segments_BS: Tensor | None = None  # 0 for tokens of the first text, 1 for those of the second
     prefix_B: Tensor | None = None  # length of the prefix, to which all tokens of a row attend
-    labels_B: Tensor | None = None  # class of the row, or -100; or its number (float), or NaN
+    # The class of the row, -100 without a label; or its number as a float, NaN without a label.
+    labels_B: Tensor | None = None
     last_B: Tensor | None = None  # position of the last token before the padding
-    # Mean number of targets per row in the batch of all ranks (float), if rows have different ones.
+    # Mean number of targets per row in the batch of all ranks (float), if the numbers differ.
     counts_B: Tensor | None = None
-    draws_BS: Tensor | None = None  # int64 of 32 bits: keys by which a generator samples tokens
+    draws_BS: Tensor | None = None  # random numbers below 2^32, by which a generator samples tokens
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -56,8 +57,8 @@ class Batch(Micro):
     def stack(
         cls, rows: Sequence[Example], numbers: Iterable[int], counts: F32 | None = None
     ) -> "Batch":
-        """Join rows. `numbers` are their places in the batch of all ranks, for the hash; `counts`
-        is the mean number of targets per row of that batch."""
+        """Join rows. `numbers` are the rows' places in the batch of all ranks, for the hash;
+        `counts` is the mean number of targets per row of that batch."""
         numbered = zip(rows, numbers, strict=True)
         digest = sum(xxhash.xxh3_64_intdigest(row.raw, number) for row, number in numbered)
         rows = [row._replace(counts=counts) for row in rows]
@@ -76,8 +77,8 @@ class Batch(Micro):
 
 
 def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = False) -> Batch:
-    """Return these rows of a global batch of random text, made and hashed like the loader's, for
-    checks and benchmarks without data. With `same`, all tokens are equal."""
+    """Return these rows of a global batch of random text, for checks and benchmarks without data.
+    The rows are made and hashed like the loader's. With `same`, all tokens are equal."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = Vocabulary(config.model.vocab - config.objective.special_ids, eod=0)
     noise = make_noise(config.objective, vocabulary, config.model.source_seq)

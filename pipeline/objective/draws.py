@@ -30,8 +30,7 @@ def mix_one(x: int) -> int:
 class Draws:
     """The random numbers of one row: SplitMix64, started by the seed and the row's number.
 
-    Creating a numpy generator takes longer than making a row, and its numbers may change between
-    versions."""
+    A numpy generator takes longer to create than a row, and may change with the version."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.number = number
@@ -41,14 +40,15 @@ class Draws:
 
     @classmethod
     def together(cls, rows: "Sequence[Draws]") -> "Draws":
-        """Return the draws of several rows that have all drawn the same number of times. Results
-        have one more dimension, the rows, and are those that each row would draw by itself."""
+        """Return the joint draws of rows that have drawn equally often. Results have one dimension
+        more, the rows, and each row gets the numbers that it would draw by itself."""
         joint = cls(0, rows[0].number)
         joint._base = np.array([row._base for row in rows])[:, None]
         joint.drawn = rows[0].drawn
         return joint
 
     def bits(self, count: int) -> U64:
+        """Draw 64-bit numbers."""
         first = self.drawn + 1
         self.drawn += count
         numbers = np.arange(first, first + count, dtype=np.uint64)

@@ -13,7 +13,7 @@ IGNORE = -100  # target of a position without a prediction, as in torch's cross-
 
 
 class Example(NamedTuple):
-    """A row of a batch: the tensors of `Batch`, in the same order."""
+    """A row of a batch: the tensors of `batch.Micro`, in the same order."""
 
     tokens: I64
     targets: I64
@@ -29,11 +29,11 @@ class Example(NamedTuple):
 
     @property
     def raw(self) -> memoryview:
-        """The bytes that the hash of a batch covers: everything that the model reads."""
+        """The bytes that enter the hash of a batch: everything that the model reads."""
         return np.concatenate([part for part in self if part is not None]).data
 
     def rows(self) -> "list[Example]":
-        """The rows of an example whose parts have one more dimension."""
+        """Split an example whose parts have one more dimension, the rows."""
         parts = (itertools.repeat(part) if part is None else part for part in self)
         return [Example(*row) for row in zip(*parts, strict=False)]
 
@@ -56,12 +56,12 @@ class Vocabulary(NamedTuple):
 Noise = Callable[[Sequence[Text], Sequence[Draws]], list[Example]]
 
 
-# Fine-tuning examples (data/rows.py). A text is one example: two parts, of which the second may be
-# empty. The end-of-document token ends each part and pads the text; no part contains it.
+# Fine-tuning examples (data/rows.py). A text holds one example of two parts; the second part may be
+# empty. The end-of-document token ends each part and pads the text; no part contains this token.
 
 
 def read_answer(vocabulary: Vocabulary, text: Text, _draws: Draws) -> Example:
-    """Predict the answer after the prompt, and the end of the answer unless it was cut off."""
+    """Predict the answer after the prompt, and the end of an answer that was not cut off."""
     eod = vocabulary.eod
     seq = len(text.tokens) - 2
     prompt, answer, ended = _two_parts(text.tokens, eod)
@@ -72,18 +72,18 @@ def read_answer(vocabulary: Vocabulary, text: Text, _draws: Draws) -> Example:
     targets = np.full(seq, IGNORE)
     inputs = len(whole) - 1
     tokens[:inputs] = whole[:-1]
-    if len(answer):  # rows that only fill a batch have no answer
+    if len(answer):  # padding rows of a batch have no answer
         first = len(prompt) - 1
         targets[first:inputs] = whole[first + 1 :]
     return Example(tokens, targets)
 
 
 def read_label(objective: Labels, vocabulary: Vocabulary, text: Text, _draws: Draws) -> Example:
-    """Predict the label, which is 32 bits at the start of the row, from the text or pair after it.
+    """Predict the label from one or two texts. The first tokens of the row encode the label's bits.
 
     A decoder reads each text and its end, and predicts the label at the last end: in GPT's terms,
     the ends are the delimiter and extract tokens. An encoder reads BERT's [CLS] text [SEP] text
-    [SEP], or the same with the end of a document in place of both special tokens."""
+    [SEP], or the same with the end-of-document token in place of both special tokens."""
     digits, rest = np.split(text.tokens, [LABEL_DIGITS])
     bits = int("".join(f"{digit % 16:x}" for digit in digits.tolist()), 16)
     seq = len(rest)
@@ -111,17 +111,18 @@ def read_label(objective: Labels, vocabulary: Vocabulary, text: Text, _draws: Dr
     return Example(tokens, targets, documents, segments=segments, labels=label)
 
 
-NO_LABEL = 2**32 - 1  # the label's bits in a row that only fills up a batch; as a float, a NaN
+NO_LABEL = 2**32 - 1  # the label's bits in a padding row of a batch; as a float they are a NaN
 
 
 def _label(bits: int, objective: Labels) -> I64 | F32:
+    """Return the number or, if the objective names classes, the class that 32 bits stand for."""
     if not objective.names:
         return np.array([bits], np.uint32).view(np.float32)
     return np.array([IGNORE if bits == NO_LABEL else bits % objective.classes])
 
 
 def _two_parts(text: I64, eod: int) -> tuple[I64, I64, bool]:
-    """Return the parts before the first and the second end, and whether there is a second end."""
+    """Return the two parts, and whether the second one has an end."""
     ends = np.flatnonzero(text == eod)[:2]
     first = int(ends[0]) if len(ends) else len(text)
     second = int(ends[1]) if len(ends) > 1 else len(text)

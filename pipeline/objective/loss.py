@@ -14,30 +14,10 @@ from torch import Tensor
 
 
 def cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """c·tanh(logits/c), in fp32: a logit never exceeds c (Gemma 2, arXiv 2408.00118)."""
+    """Return c·tanh(logits/c), computed in fp32: no result exceeds c (arXiv 2408.00118)."""
     if softcap is None:
         return logits
     return (softcap * torch.tanh(logits.float() / softcap)).type_as(logits)
-
-
-def terms(
-    logits_TV: Tensor,
-    targets_T: Tensor,
-    share_T: Tensor,
-    z_loss: float,
-    softcap: float | None = None,
-    smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a chunk's part of the mean loss, of the terms that training adds, and the gradient.
-
-    Training adds the squared log-sum-exp times z_loss, and the effect of label smoothing. `share_T`
-    is the weight of each token in the mean. Both terms use the capped logits; the gradient is for
-    the given logits."""
-    if logits_TV.is_cuda:
-        from pipeline.objective.loss_kernel import cross_entropy
-
-        return cross_entropy(logits_TV, targets_T, share_T, z_loss, softcap, smoothing)
-    return eager_terms(logits_TV, targets_T, share_T, z_loss, softcap, smoothing)
 
 
 def eager_terms(
@@ -48,7 +28,11 @@ def eager_terms(
     softcap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch, with as few passes over the logits as possible."""
+    """Return a chunk's part of the mean loss, its part of the terms that training adds, and the
+    gradient for the given logits. A GPU uses a kernel for this (loss_kernel.py).
+
+    Training adds the squared log-sum-exp times z_loss, and the effect of label smoothing. `share_T`
+    is the weight of each token in the mean. The loss and the terms use the capped logits."""
     logits_TV_fp32 = cap(logits_TV.float(), softcap)
     top_T1, at_T1 = logits_TV_fp32.max(dim=-1, keepdim=True)
     grad_TV = logits_TV_fp32.softmax(dim=-1)
@@ -60,8 +44,7 @@ def eager_terms(
     grad_TV.scatter_add_(1, targets_T[:, None], (smoothing - 1) * share_T[:, None])
     more = z_loss * (lse_T.square() * share_T).sum()
     if smoothing:
-        # This share of the target's probability is spread over the vocabulary, so that the loss is
-        # lse - (1 - smoothing)·picked - smoothing·mean.
+        # With smoothing, the loss is lse - (1 - smoothing)·picked - smoothing·mean.
         more = more + smoothing * ((picked_T - logits_TV_fp32.mean(-1)) * share_T).sum()
         grad_TV.sub_(share_T[:, None] * (smoothing / logits_TV.shape[1]))
     if softcap is not None:
@@ -72,8 +55,8 @@ def eager_terms(
 
 
 class Soft(NamedTuple):
-    """A teacher's predictions, as the input and the weights of its head, and the weights of both
-    losses (config/distill.py). The teacher's logits, too, exist for one chunk at a time."""
+    """The input and the weights of a teacher's head, and the weights of both losses
+    (config/distill.py). The teacher's logits, too, exist for one chunk at a time."""
 
     h_TW: Tensor
     weight_VW: Tensor
@@ -86,17 +69,18 @@ class Soft(NamedTuple):
     def terms(
         self, logits_TV: Tensor, part: slice, share_T: Tensor, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Return a chunk's part of T²·KL(teacher ‖ student), and the gradient for the logits.
+        """Return a chunk's part of T²·KL(teacher p ‖ student q) at the temperature T, and the
+        gradient for the student's logits.
 
         T² keeps the gradient's size independent of the temperature."""
         theirs_TV = torch.nn.functional.linear(self.h_TW[part], self.weight_VW, self.bias_V)
-        theirs_TV = cap(theirs_TV.float(), self.softcap).div_(self.temperature).log_softmax(-1)
+        log_p_TV = cap(theirs_TV.float(), self.softcap).div_(self.temperature).log_softmax(-1)
+        p_TV = log_p_TV.exp()
         capped_TV = cap(logits_TV.float(), softcap)
-        ours_TV = (capped_TV / self.temperature).log_softmax(-1)
-        teacher_TV = theirs_TV.exp()
-        divergence_T = (teacher_TV * (theirs_TV - ours_TV)).sum(-1)
+        log_q_TV = (capped_TV / self.temperature).log_softmax(-1)
+        divergence_T = (p_TV * (log_p_TV - log_q_TV)).sum(-1)
         loss = self.temperature**2 * (divergence_T * share_T).sum()
-        grad_TV = ours_TV.exp_().sub_(teacher_TV).mul_(self.temperature * share_T[:, None])
+        grad_TV = log_q_TV.exp_().sub_(p_TV).mul_(self.temperature * share_T[:, None])
         if softcap is not None:
             grad_TV.mul_(1 - (capped_TV / softcap).square())
         return loss, grad_TV
@@ -125,10 +109,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         soft: Soft | None,
     ) -> tuple[Tensor, Tensor]:
-        # Zero for positions without a target.
-        share_T = (targets_T >= 0) / count
+        share_T = (targets_T >= 0) / count  # zero without a target
         targets_T = targets_T.clamp(min=0)
-        # Gradients are computed now, while the logits exist.
         train = h_TW.requires_grad or weight_VW.requires_grad
         grad_h = torch.empty_like(h_TW) if train else None
         # In fp32, since it is a sum over all chunks.
@@ -139,6 +121,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if bias_V is not None and bias_V.requires_grad:
             grad_b = torch.zeros_like(bias_V, dtype=torch.float32)
         nll, more = h_TW.new_zeros((2,), dtype=torch.float32)
+        terms = eager_terms
+        if h_TW.is_cuda:
+            from pipeline.objective.loss_kernel import cross_entropy as terms
         for start in range(0, h_TW.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = torch.nn.functional.linear(h_TW[part], weight_VW, bias_V)

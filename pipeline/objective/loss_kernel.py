@@ -13,8 +13,8 @@ from torch import Tensor
 
 @triton.jit
 def _tanh(x, EXACT: tl.constexpr):
-    """For bf16 logits the GPU's own instruction: its relative error of 2^-11 is below theirs, and
-    an exact tanh would take as long as the rest of the loss."""
+    """Without EXACT, use the GPU's own instruction. Its relative error of 2^-11 is below that of
+    bf16 logits, and an exact tanh would take as long as the rest of the loss."""
     if EXACT:
         y = 1 - 2 / (1 + tl.exp(2 * x))
     else:
@@ -36,10 +36,10 @@ def _cross_entropy_kernel(logits, targets, shares, nll, more, V, z_loss, softcap
     picked = tl.load(logits + row * V + target).to(tl.float32)
     if CAP:
         picked = softcap * _tanh(picked * inverse, EXACT)
-    # No logit is larger than the cap. If the cap is small, the largest logit need not be found.
+    # No logit is larger than the cap, so a small cap can replace the largest logit.
     top = softcap if BOUNDED else -float("inf")
     total = tl.zeros((BLOCK,), tl.float32)
-    summed = tl.zeros((BLOCK,), tl.float32)  # of the logits, for their mean
+    summed = tl.zeros((BLOCK,), tl.float32)  # sum of the logits, for their mean
     # First pass: the largest logit so far and, per lane, the sum of e^(logit - largest).
     for start in range(0, V, BLOCK):
         inside = start + at < V
@@ -88,19 +88,18 @@ def cross_entropy(
     softcap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrite the logits with their gradient: one read and one write of memory.
-
-    If the vocabulary is not a power of two, compiled code takes twice as long."""
+    """`eager_terms` that overwrites the logits with their gradient. Compiled code takes twice as
+    long, unless the vocabulary is a power of two."""
     nll, more = share_T.new_empty(2, len(share_T))
-    # Blocks of 8,192 take 344 µs, of 4,096 377 µs, of 16,384 512 µs (docs/LOG.md). With a cap they
-    # take 376 µs in 16 warps and 424 µs in 8.
+    # Blocks of 8,192 were the fastest; with a cap, 16 warps were faster than 8 (docs/LOG.md).
     _cross_entropy_kernel[(len(share_T),)](
         *(logits_TV, targets_T, share_T, nll, more, logits_TV.shape[1]),
         *(z_loss, softcap or 1.0, smoothing),
         CAP=softcap is not None,
         # e^(-2·40) is still an fp32 number, so the sum of a row with low logits only is not 0.
         BOUNDED=softcap is not None and softcap <= 40,
-        EXACT=logits_TV.dtype == torch.float32 or not logits_TV.is_cuda,  # Triton's interpreter
+        # Triton's interpreter, on a CPU, has no GPU instructions.
+        EXACT=logits_TV.dtype == torch.float32 or not logits_TV.is_cuda,
         SMOOTH=smoothing > 0,
         BLOCK=8192,
         num_warps=8 if softcap is None else 16,

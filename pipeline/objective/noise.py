@@ -2,8 +2,8 @@
 
 The random draws of a row are a pure function of its key, so that they do not depend on the number
 of ranks and a resumed run sees the same rows. Losses are means of means over micro-batches and
-ranks, so every row predicts the same number of tokens. Where rows differ (padding, translations,
-answers and mixtures), the loader adds the mean number of targets (`Example.counts`).
+ranks, so every row should predict the same number of tokens. Where rows differ (padding,
+translations, answers and mixtures), the loader adds the mean number of targets (`Example.counts`).
 
 Masks and spans are made for many rows at once: row by row, the loader's thread would hold the
 interpreter's lock while training waits. Their functions accept one row, (S), or several, (R, S).
@@ -43,8 +43,8 @@ from pipeline.objective.example import (
 def make_noise(
     objective: Objective, vocabulary: Vocabulary, source_seq: int | None = None
 ) -> Noise | None:
-    """Return the function that turns texts into rows, or None if rows are unchanged texts. Inputs
-    of an encoder–decoder's encoder are padded to `source_seq`."""
+    """Return the function that turns texts into rows, or None if rows are unchanged texts. It pads
+    the inputs of an encoder–decoder's encoder to `source_seq`."""
     match objective:
         case Causal():
             return None
@@ -58,13 +58,13 @@ def make_noise(
             return partial(mask_rows, mask_with_draws, masks, vocabulary)
         case Spans():
             return partial(cut_rows, objective, vocabulary)
-        # The others make one row at a time.
+        # The remaining functions make one row at a time.
         case Prefix():
             make = partial(continue_prefix, objective)
         case Replaced():
             make = partial(replace_tokens, objective, vocabulary)
         case Mixture():
-            # Computed once for all rows, because it is a search.
+            # A search, so it runs once and not for every row.
             lengths = objective.lengths(source_seq, source_seq) if source_seq else None
             make = partial(mix_denoisers, objective, vocabulary, lengths)
         case Denoise():
@@ -110,7 +110,7 @@ def mask_rows(
     texts: Sequence[Text],
     draws: Sequence[Draws],
 ) -> list[Example]:
-    """Mask texts. Those with the same numbers of tokens, words and draws share one call."""
+    """Mask texts. Texts with equal numbers of tokens, words and draws share one call of `mask`."""
     tokens_RS = np.stack([text.tokens for text in texts])
     lengths_R = np.array([text.length for text in texts])
     words_R = is_word(tokens_RS, lengths_R[:, None], vocabulary).sum(axis=1)
@@ -129,7 +129,7 @@ def mask_rows(
 
 
 def mask_tokens(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Predict some tokens, most of them masked. All rows must have the same number of words."""
+    """Predict some tokens; mask most of these. All rows must have the same number of words."""
     tokens = text.tokens.copy()
     words = np.nonzero(is_word(tokens, text.length, vocabulary))[-1].reshape(*tokens.shape[:-1], -1)
     chosen = draws.choice(words, max(1, round(objective.rate * text.length)))
@@ -179,8 +179,8 @@ def mask_pairs(
 
 
 def join_halves(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Divide a text in two. In half of the rows (label 1), the second part comes from another text
-    (BERT), or the parts are swapped (ALBERT)."""
+    """Divide a text in two. In half of the rows (label 1), take the second part from another text
+    (BERT) or swap the parts (ALBERT)."""
     half = len(text.tokens) // 2
     # Both parts have at least a quarter of the text.
     border = half // 2 + int(draws.below(half, 1)[0])
@@ -266,8 +266,7 @@ def corrupt(
     """Permute the sentences, replace each span by one mask, and predict the whole text.
 
     The lengths of the spans are Poisson distributed, given that their sum is the number of tokens
-    to cut out: every such token is assigned to a random span. An empty span inserts a mask.
-    """
+    to cut out: every such token is assigned to a random span. An empty span inserts a mask."""
     length = len(text.tokens)
     cut, spans = objective.noise(length)
     shuffled = text.tokens
@@ -306,7 +305,7 @@ class Pair(NamedTuple):
 
 
 def join_pairs(pairs: Sequence[Pair], seq: int, source_seq: int, eod: int) -> Example:
-    """Return a row of pairs. On both sides, each pair is a document and the rest is padding."""
+    """Return a row of pairs. On both sides, each pair is a document, followed by padding."""
     tokens = np.full(seq, eod, np.int64)
     targets = np.full(seq, IGNORE, np.int64)
     # Padding of the decoder continues the last pair, so that it has a source to attend to; no token

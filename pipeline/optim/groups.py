@@ -13,7 +13,7 @@ from pipeline.optim.muon import AdamW, Muon
 
 
 def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
-    """Build the optimizer at its peak rate. An engine still has to bind Muon to the masters."""
+    """Build the optimizer at its peak rate. `muon_shards.bind` has to follow for Muon."""
     cfg = config.optim.optimizer
     lr = config.optim.lr
     optimizer: AdamW
@@ -31,7 +31,7 @@ def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
 
 
 def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]]:
-    """AdamW's groups with their weight decay and their factor of the learning rate.
+    """Return AdamW's groups with their weight decay and their factor of the learning rate.
 
     Matrices decay; embeddings, norms and biases do not (OLMo 3), and a tied head counts as the
     embedding. Under muP, a matrix with a wider input has a lower rate. A scaled embedding has a
@@ -45,8 +45,7 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
         if embedding:
             scale = model.embedding_scale
         expert_group = getattr(parameter, "group_name", "")
-        # AdamW subtracts rate × decay. Dividing by `scale` makes it the same at every width, as in
-        # muP's code.
+        # Dividing by `scale` makes rate × decay the same at every width, as in muP's code.
         weight_decay = 0.0 if no_decay else decay / scale
         group = {"params": [], "weight_decay": weight_decay, "lr_scale": scale}
         if expert_group:
@@ -60,7 +59,7 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
 def muon_groups(
     module: nn.Module, cfg: settings.Muon, peak: float, model: Model
 ) -> list[dict[str, Any]]:
-    """Muon's groups: matrices, which alone decay, then embeddings, head and vectors for AdamW."""
+    """Return Muon's matrices, and the embeddings, head and vectors, which AdamW steps undecayed."""
     matrices = matrices_of(module, model)
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
@@ -98,8 +97,6 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def gate_step(optimizer: Optimizer, apply: Tensor) -> None:
-    """Apply the next step only if `apply` is true; otherwise weights and moments stay unchanged.
-
-    Fused AdamW reads this flag on the device, as for torch's loss scaler, so the host does not
-    wait. Muon does the same."""
+    """Apply the next step only if `apply` is true; otherwise weights and moments stay unchanged."""
+    # A flag of torch's loss scaler, which fused AdamW and our Muon read on the device.
     optimizer.found_inf = (~apply).float()  # type: ignore[attr-defined]

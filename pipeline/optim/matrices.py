@@ -1,6 +1,6 @@
-"""Which parameters Muon steps, and which parts of each are orthogonalized.
+"""The matrices that Muon steps, and the parts of each that it orthogonalizes.
 
-A projection that fuses several, such as queries, keys and values, is split into these first.
+A fused projection, such as that of queries, keys and values, has several parts.
 """
 
 import math
@@ -33,7 +33,7 @@ class MatrixLayout:
 
     shape: tuple[int, int]  # as stored
     parts: tuple[Part, ...]  # they cover all rows
-    keys: tuple[str, ...]  # global names; an expert's ends with its number
+    keys: tuple[str, ...]  # global names; that of an expert ends with its number
     transposed: bool = False  # stored as (inputs, outputs); rows are outputs everywhere else
 
     @property
@@ -59,7 +59,8 @@ class MatrixLayout:
         return matrix.T if self.transposed else matrix
 
     def ratios(self) -> list[tuple[int, float]]:
-        """Segments of one matrix as stored: their lengths, and the factors of their rates."""
+        """Return the lengths of one matrix's segments, as stored, and the factors of their rates.
+        A part with more rows than columns has a higher rate, by the root of their ratio."""
         factors = [math.sqrt(max(1, self._rows(part) / self.columns)) for part in self.parts]
         if len(set(factors)) == 1:
             return [(self.numel, factors[0])]
@@ -91,7 +92,7 @@ def matrices_of(module: nn.Module, cfg: Model) -> dict[str, MatrixLayout]:
 
 
 def _parts(name: str, rows: int, cfg: Model) -> tuple[Part, ...]:
-    """Split a projection into those that are fused in it (model/attention.py, ffn.py, moe.py)."""
+    """Return the parts of a projection, which model/attention.py, ffn.py or moe.py fuses."""
     a = cfg.attention
     sizes = [rows]
     if name.endswith("attention.qkv.weight") and isinstance(a, GQA):

@@ -37,8 +37,8 @@ MAX_ELEMENTS = 2**26
 # a GPU would finish the kernels for each one faster than the host can launch them.
 _PACKED = 2**24
 
-# torch marks these methods as not to be compiled by importing the compiler, which takes a tenth of
-# the start of a process. The mark itself costs nothing.
+# At the first call of these methods, torch imports its compiler only to mark them as not to be
+# compiled. The import takes a tenth of a process's start. Setting the mark here avoids it.
 for _method in (
     Optimizer.add_param_group,
     Optimizer.zero_grad,
@@ -58,18 +58,20 @@ class AdamW(torch.optim.AdamW):
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of a master that have one rate; `place` is where their updates are."""
+    """Consecutive elements of a master that have one rate."""
 
     master: Tensor
-    start: int
+    start: int  # in the flattened master, as `stop`
     stop: int
-    place: int
-    ratio: float
+    place: int  # of the first element's update among the bucket's updates
+    ratio: float  # factor of the rate
 
     def of(self, tensor: Tensor) -> Tensor:
+        """Return the segment's elements of a tensor with the master's shape."""
         return tensor.view(-1)[self.start : self.stop]
 
     def among(self, updates: Tensor) -> Tensor:
+        """Return the segment's updates."""
         return updates[self.place :][: self.stop - self.start]
 
 
@@ -79,28 +81,22 @@ class Owned:
 
     key: str
     layout: MatrixLayout
-    places: list[slice]  # of its elements among the updates, in order
-    variance: Tensor | None = None  # of its rows
+    places: list[slice]  # of the matrix's elements among the updates, in order
+    variance: Tensor | None = None  # running mean square of each row
 
-    def collect(self, updates: Tensor) -> Tensor:
-        """Return the matrix's elements: a view if they are contiguous."""
-        pieces = [updates[place] for place in self.places]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def spread(self, elements: Tensor, updates: Tensor) -> None:
-        if len(self.places) > 1:
-            pieces = [updates[place] for place in self.places]
-            torch._foreach_copy_(pieces, torch.split(elements, [len(piece) for piece in pieces]))
+    def among(self, updates: Tensor) -> list[Tensor]:
+        """Return the pieces of the matrix's update."""
+        return [updates[place] for place in self.places]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Masters that are stepped together: all, or the flat one of a ZeRO group."""
+    """Masters that are stepped together: all masters, or the flat master of one ZeRO group."""
 
     masters: list[Tensor]
     packs: list[list[Segment]]
     owned: list[Owned]
-    numel: int  # of the updates: those of the masters, then those that other ranks sent
+    numel: int  # number of updates: those of the masters, then those that other ranks sent
     to_owners: Callable[[Tensor], None]  # sends updates to their owners
     to_holders: Callable[[Tensor], None]  # sends results to the ranks that have the weights
 
@@ -136,7 +132,7 @@ class Muon(AdamW):
         self.buckets: list[Bucket] = []
 
     def bind(self, buckets: list[Bucket]) -> None:
-        """Set the masters that this rank steps; before this, matrices are not changed."""
+        """Set the masters that this rank steps. Before this call, steps change no matrix."""
         self.buckets = buckets
         self._bucket_of = {id(master): b for b in buckets for master in b.masters}
         for owned in self.owned():
@@ -161,7 +157,7 @@ class Muon(AdamW):
         self.param_groups = [group for group in groups if not group.get("matrices")]
         _step_adamw(self)
         self.param_groups = groups
-        # A ZeRO engine calls once per group or flat master, a plain one once for everything.
+        # A ZeRO engine calls `step` once per group or flat master; other engines call it once.
         due: dict[int, tuple[Bucket, dict[str, Any]]] = {}
         for group in groups:
             for master in group["params"] if group.get("matrices") else ():
@@ -177,7 +173,7 @@ class Muon(AdamW):
         device = bucket.masters[0].device
         updates = torch.empty(bucket.numel, dtype=torch.bfloat16, device=device)
         steps = [self.create_state(master)["step"] for master in bucket.masters]
-        # A list of tensors: torch would read a single tensor on the host, and wait for the device.
+        # A list of tensors, because torch would wait for the device to read a single tensor.
         applied = torch.ones_like(steps[0]) if apply is None else apply.to(steps[0])
         torch._foreach_add_(steps, [applied] * len(steps))
         for segments in bucket.packs:
@@ -185,7 +181,7 @@ class Muon(AdamW):
             momentum = _concatenate(momenta)
             gradient = _concatenate([segment.of(_gradient(segment.master)) for segment in segments])
             if apply is not None:
-                # In a skipped step gradients may be NaN. The momentum as gradient changes nothing.
+                # In a skipped step, gradients may be NaN. This replacement keeps the momentum.
                 gradient = torch.where(apply, gradient, momentum)
             momentum.lerp_(gradient, 1 - self.cfg.momentum)
             _distribute(momentum, momenta)
@@ -199,22 +195,17 @@ class Muon(AdamW):
             masters = [segment.of(segment.master) for segment in segments]
             weights = _concatenate(masters)
             update = _concatenate([segment.among(updates) for segment in segments])
-            changed = (weights * self._kept(weights, update, lr * decay)).add_(
-                update, alpha=-lr * segments[0].ratio
-            )
+            # Cautious Muon decays only the weights that the update shrinks, too.
+            decays = weights * update >= 0 if self.cfg.cautious else 1
+            changed = weights * (1 - lr * decay * decays)
+            changed.add_(update, alpha=-lr * segments[0].ratio)
             if apply is not None:
                 torch.where(apply, changed, weights, out=changed)
             _distribute(changed, masters)
 
-    def _kept(self, weights: Tensor, update: Tensor, decay: float) -> Tensor | float:
-        """Return the share of each weight that the decay leaves."""
-        if not self.cfg.cautious:
-            return 1 - decay
-        # Decay only weights that the update shrinks too.
-        return 1 - decay * (weights * update >= 0)
-
     def _orthogonalize(self, owned: list[Owned], updates: Tensor, apply: Tensor | None) -> None:
-        collected = [(matrix, matrix.collect(updates)) for matrix in owned]
+        """Orthogonalize the owned matrices among the updates, parts of equal shape in one batch."""
+        collected = [(matrix, _concatenate(matrix.among(updates))) for matrix in owned]
         batches: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
         for matrix, elements in collected:
             oriented = matrix.layout.oriented(elements)
@@ -228,9 +219,10 @@ class Muon(AdamW):
             for first in range(0, len(views), count):
                 _orthogonalize_batch(views[first : first + count], apply)
         for matrix, elements in collected:
-            matrix.spread(elements, updates)
+            _distribute(elements, matrix.among(updates))
 
 
+# Bound here, before torch adds hooks to AdamW.step. Muon.step calls the hooks itself.
 _step_adamw: Callable[[AdamW], None] = AdamW.step
 
 
@@ -240,11 +232,12 @@ def _gradient(master: Tensor) -> Tensor:
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
+    """Concatenate tensors; return a single one itself."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _distribute(elements: Tensor, parts: list[Tensor]) -> None:
-    """Copy concatenated elements to their parts, unless they are a part already."""
+    """Copy concatenated elements to their parts, unless they are the single part itself."""
     if elements.data_ptr() != parts[0].data_ptr():
         torch._foreach_copy_(parts, torch.split(elements, [len(part) for part in parts]))
 
@@ -270,8 +263,7 @@ def newton_schulz(batch_BRC: Tensor) -> Tensor:
     """Orthogonalize matrices as torch.optim.Muon does, in bf16; the input may be overwritten."""
     if batch_BRC.is_cuda:
         return iterate(batch_BRC)
-    # A CPU gains nothing from a batch. One by one this is torch.optim.Muon with sums in fp32, bit
-    # for bit.
+    # One by one on a CPU, results equal torch.optim.Muon with sums in fp32, bit for bit.
     return torch.stack([iterate(matrix) for matrix in batch_BRC])
 
 
@@ -279,8 +271,8 @@ def iterate(x: Tensor) -> Tensor:
     """Newton–Schulz iterations of one matrix or of a batch."""
     a, b, c = _COEFFICIENTS
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    # A CPU without bf16 units multiplies bf16 a hundred times slower than fp32. Each result is
-    # rounded to bf16, as it is on a GPU, which sums in fp32 too.
+    # A CPU without bf16 units multiplies bf16 a hundred times slower than fp32. So it multiplies in
+    # fp32, and each result is rounded to bf16: a GPU sums in fp32 and rounds, too.
     wide = x.dtype if x.is_cuda else torch.float32
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

@@ -12,7 +12,7 @@ def decay_start(cfg: WSDSpec, steps: int) -> int:
 
 
 def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
-    """Return the rate of a step, counted from 0; the last rate is still above the final share."""
+    """Return the rate of a step, counted from 0. The last step is still above the final share."""
     warmup = cfg.warmup_steps
     # Step 0 already learns, and step warmup - 1 reaches the peak.
     if step < warmup:

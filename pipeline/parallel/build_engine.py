@@ -9,7 +9,7 @@ from pipeline.config.parts import MoE
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.model.adapter import adapt
-from pipeline.model.block import Block
+from pipeline.model.block import Block, compile_blocks
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.fp8 import convert_to_fp8
 from pipeline.model.stack import Decoder
@@ -21,8 +21,7 @@ from pipeline.parallel.world import World, join
 def build_engine(config: RunConfig, world: World) -> Engine:
     join(world, os.environ)
     if config.train.dtype == "bf16" and world.device.type == "cuda":
-        # The only fp32 products are the routers'. Their operands are bf16 values, which TF32
-        # represents exactly.
+        # For routers, which multiply bf16 values in fp32. TF32 represents these values exactly.
         torch.set_float32_matmul_precision("high")
     engine: Engine
     # Each engine is imported where it is used: DeepSpeed alone takes seconds.
@@ -49,7 +48,7 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
     experts = None
     if isinstance(config.model.ffn, MoE) and ep > 1:
         share = config.model.ffn.experts // ep
-        # Consecutive ranks form a group, in which each has other experts (expert.py).
+        # Consecutive ranks form a group, in which each rank has other experts (expert.py).
         first = world.rank % ep * share
         experts = range(first, first + share)
     model = build_model(
@@ -70,24 +69,21 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
         from pipeline.parallel.expert import announce
 
         announce(model, ep)
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
     if train.fp8:
-        _convert_to_fp8(blocks, config, world)
-    if train.compile is True:
-        # Per block: this starts faster than compiling the whole model, and all layers share one
-        # graph. Hooks that an engine adds, such as ZeRO-3's gathering, stay outside of the graph.
-        for block in blocks:
-            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        _convert_to_fp8(model, config, world)
+    if train.compile:
+        compile_blocks(model)
     return model
 
 
-def _convert_to_fp8(blocks: list[Block], config: RunConfig, world: World) -> None:
+def _convert_to_fp8(model: Decoder, config: RunConfig, world: World) -> None:
     # Compute capability 8.9 (Ada) and 9.0 (Hopper) are the first with fp8 matmuls.
     if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
         name = torch.cuda.get_device_name(world.device)
         raise ConfigError(
             f"train.fp8=true: {name} has no fp8 matmuls (Hopper and Ada have); set train.fp8=false"
         )
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     if not sum(map(convert_to_fp8, blocks)):
         raise ConfigError(
             f"train.fp8=true: no layer of width {config.model.width} has two sides divisible by "

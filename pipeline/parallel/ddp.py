@@ -56,8 +56,8 @@ class DDPEngine(engine.Engine):
             with self.clock("forward"):
                 losses: Losses = self.wrapped(**micro.inputs)
             with self.clock("backward"):
-                # Without no_sync, DDP reduces after every micro-batch. That is slow but correct:
-                # the mean of gradients that are equal on all ranks does not change them.
+                # Without no_sync, DDP averages after every micro-batch. That is slow but correct:
+                # averaging the part that is already equal on all ranks does not change it.
                 self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
@@ -67,7 +67,7 @@ class DDPEngine(engine.Engine):
         self, passes: engine.Passes, lr: float, accept: engine.Accept = engine.accept_always
     ) -> engine.Update:
         set_learning_rate(self._optimizer, lr)
-        # DDP has averaged the gradients, so every rank computes the same norm by itself.
+        # DDP has averaged the gradients, so every rank computes the same norm.
         norm = torch.nn.utils.get_total_norm(self.local_tensors().gradient_copies)
         apply = accept(passes.nll, norm)
         gate_step(self.optimizer, apply)

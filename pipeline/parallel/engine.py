@@ -31,7 +31,7 @@ class Update(NamedTuple):
     """The result of a step, on the device: reading it waits for the device."""
 
     nll: Tensor  # this rank's mean over its micro-batches
-    grad_norm: Tensor  # of the whole model, before clipping
+    grad_norm: Tensor  # norm of the whole model's gradient, before clipping
     routing: Routing | None = None  # of the whole batch, by layer: loads are sums, the rest means
 
 
@@ -45,10 +45,10 @@ class LocalTensors(NamedTuple):
     expert_gradient_copies: Sequence[Tensor] = ()
 
 
-# Measures forward, backward and optimizer in a benchmark; otherwise it does nothing.
+# Times forward, backward and optimizer in a benchmark; otherwise it does nothing.
 Clock = Callable[[str], AbstractContextManager[None]]
-# From this rank's mean loss and the whole model's gradient norm, decides whether to apply the step.
-# The result stays on the device.
+# Decides whether to apply a step, from this rank's mean loss and the whole model's gradient norm.
+# The result is a boolean on the device.
 Accept = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -69,7 +69,7 @@ def accept_always(nll: Tensor, _grad_norm: Tensor) -> Tensor:
 
 
 class Engine(Protocol):
-    """The methods with a body are the same for both engines, which inherit them."""
+    """The methods with a body are the same for both engines, which inherit this class."""
 
     clock: Clock = staticmethod(untimed)
     wrapped: nn.Module  # the model as the engine calls it
@@ -90,8 +90,7 @@ class Engine(Protocol):
         """Clip the gradients of all ranks and apply one optimizer step.
 
         `accept` is called once, before anything is written. If it rejects the step, weights and
-        moments stay as they were. All work is enqueued; nothing waits for the device.
-        """
+        moments stay as they were. Nothing waits for the device."""
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
         """Call `forward_backward` and `step`."""
@@ -113,18 +112,14 @@ class Engine(Protocol):
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole, reduced gradients; with expert parallelism, only local experts'.
-
-        Every rank must call it, and only while `accept` runs.
-        """
+        Every rank must call this method, and only while `accept` runs."""
 
     def local_tensors(self) -> LocalTensors:
         """Return tensors to compare with other ranks. Valid between updates and during `accept`."""
 
     def state(self, *, share: bool = False) -> list[Fragment]:
-        """Return this rank's masters and moments as views.
-
-        With `share`, return only what this rank saves: together, the ranks save everything once.
-        """
+        """Return views of this rank's masters, moments and buffers. With `share`, return only the
+        part that this rank saves: together, the ranks save everything once."""
         pieces = list(self.pieces())
         fragments.create_moments(pieces, self.optimizer)
         replica = (self.world.rank, self.world.size)

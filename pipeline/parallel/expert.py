@@ -35,8 +35,7 @@ class AllToAll:
 
     Dropless experts accept any number of rows: the counts are exchanged first and read on the
     host, which waits for the device once per layer. Experts with a capacity always get that many
-    rows, and the host never waits.
-    """
+    rows, and the host never waits."""
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         self._group = group
@@ -55,7 +54,7 @@ class AllToAll:
         load_E = choice.load_E.long()
         load_PE = torch.empty_like(load_E)  # rows that each rank sends to each local expert
         dist.all_to_all_single(load_PE, load_E, group=self._group)
-        # The one wait: sizes must be known on the host before rows can be exchanged.
+        # `tolist` waits for the device: an exchange of rows needs its sizes on the host.
         load_PE = load_PE.view(self._ranks, -1)
         sent, arriving = torch.stack((load_E.view(self._ranks, -1).sum(1), load_PE.sum(1))).tolist()
         rows_MW, wait = _exchange(rows_NW, arriving, sent, self._group)
@@ -88,8 +87,8 @@ class AllToAll:
         share = self._experts // self._ranks
         # The row in each slot. One past the last row marks an empty slot, which travels as zeros.
         rows_S = slots_N.new_full((slots + 1,), tokens * top_k)
-        rows = torch.arange(tokens * top_k, device=x_TW.device)
-        rows_S = rows_S.scatter_(0, slots_N, rows)[:slots]  # the last slot is for dropped rows
+        numbers_N = torch.arange(tokens * top_k, device=x_TW.device)
+        rows_S = rows_S.scatter_(0, slots_N, numbers_N)[:slots]  # the last slot is for dropped rows
         rows_NW = x_TW[:, None].expand(-1, top_k, -1).flatten(0, 1)
         sizes = [slots // self._ranks] * self._ranks
         there_SW, wait = _exchange(move_rows(rows_NW, rows_S, slots_N), sizes, sizes, self._group)
@@ -144,8 +143,7 @@ class _Begin(torch.autograd.Function):
     """Starts the exchange of the rows; its backward pass waits for the exchange of their gradients.
 
     Gradients are sent in the other direction: `_End`'s backward pass starts their exchange. The
-    operations between the two, `beside` and its gradient, run during the exchanges.
-    """
+    operations between the two, `beside` and its gradient, run during the exchanges."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: _Exchange, home: _Exchange) -> Tensor:
@@ -175,8 +173,7 @@ class _AnnouncedLayer(MixtureOfExperts, auto_ep_layer.AutoEPMoELayer):  # type: 
     """A routed layer that DeepSpeed recognizes.
 
     DeepSpeed identifies expert parameters only by the class of their layer. The gradients of other
-    classes are reduced over the whole world, without an error.
-    """
+    classes are reduced over the whole world, without an error."""
 
     def set_deepspeed_parallelism(self, *_args: object, **_kwargs: object) -> None:
         # DeepSpeed calls this for every layer. The groups are created once.

@@ -25,8 +25,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 @dataclass(frozen=True, slots=True)
 class Fragment:
     key: str  # model/NAME, exp_avg/NAME, exp_avg_sq/NAME, momentum_buffer/NAME, row_variance/NAME
-    shape: tuple[int, ...]  # of the global tensor
-    offset: int  # of the first number, in the flattened global tensor
+    shape: tuple[int, ...]  # shape of the global tensor
+    offset: int  # place of the first number in the flattened global tensor
     data: Tensor  # 1-D: a view of the state, so that writing to it loads the state
 
     @property
@@ -50,7 +50,7 @@ class Piece:
 def state(
     pieces: Iterable[Piece], optimizer: torch.optim.Optimizer, *, share: bool
 ) -> Iterator[Fragment]:
-    """Yield every fragment of this rank; with `share`, only those that it saves."""
+    """Yield the fragments of this rank; with `share`, only those that this rank saves."""
     for piece in pieces:
         low, high = _share(piece.numel, piece.replica) if share else (0, piece.numel)
         moments = {k: v for k, v in optimizer.state[piece.master].items() if k != "step"}
@@ -90,11 +90,8 @@ def weights(model: nn.Module) -> Iterator[Fragment]:
 def split(
     key: str, shape: tuple[int, ...], expert: tuple[int, int] | None, offset: int, part: Tensor
 ) -> Iterator[Fragment]:
-    """Turn a contiguous part of a parameter into fragments, cut where one expert ends.
-
-    `expert` is (index of the first local expert, number of experts) if the first dimension counts
-    local experts.
-    """
+    """Turn a contiguous part of a parameter into fragments, cut where one expert ends. If the first
+    dimension counts local experts, `expert` has the first one's index and the number of all."""
     if expert is None:
         if len(part):
             yield Fragment(key, shape, offset, part)
@@ -109,7 +106,7 @@ def split(
 
 
 def _share(numel: int, replica: tuple[int, int]) -> tuple[int, int]:
-    # Ranks with a copy each save an equal share, so that no rank writes more than others.
+    """Return the part of a tensor that one of the ranks with a copy saves."""
     index, count = replica
     return numel * index // count, numel * (index + 1) // count
 
@@ -142,11 +139,8 @@ def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
 
 
 def random_state(world: World) -> list[Fragment]:
-    """Return this rank's random state.
-
-    Batches and initial weights are functions of the seed and do not need it. It is saved for
-    anything else that may draw, and is meaningful only in a world of the same size.
-    """
+    """Return this rank's random state, for random draws other than batches and initial weights. It
+    is meaningful only in a world of the same size."""
     states = {f"rng/cpu/{world.rank}": torch.get_rng_state()}
     if world.device.type == "cuda":
         states[f"rng/cuda/{world.rank}"] = torch.cuda.get_rng_state()
@@ -165,8 +159,7 @@ def on_disk(like: Tensor, folder: str) -> Tensor:
     """Return zeros of a host tensor's shape and type in a mapped file, for offloading to NVMe.
 
     The file is already deleted, so its disk space is freed however the process ends. All of the
-    space is allocated now, so that a full disk is an error here and not a SIGBUS later.
-    """
+    space is allocated now, so that a full disk is an error here and not a SIGBUS later."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, max(1, like.nbytes))

@@ -1,4 +1,4 @@
-"""Plan and run Muon's exchange of updates in any layout: each matrix has one rank, its owner, that
+"""Plan and run Muon's exchange of updates in any layout. One rank, the owner of a matrix,
 orthogonalizes it.
 
 At ZeRO-1 and 2 most matrices are complete on one rank, which owns them, and only the few that are
@@ -25,15 +25,15 @@ class _Held(NamedTuple):
     """Consecutive elements of one matrix that a rank has."""
 
     key: str
-    offset: int  # in the matrix
+    offset: int  # of the first element in the matrix
     numel: int
-    place: int  # among the updates of the rank
-    whole: int  # elements of the matrix
-    flops: int
+    place: int  # of the first element's update among the rank's updates
+    whole: int  # number of elements of the matrix
+    flops: int  # to orthogonalize the matrix
 
 
 def bind(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece], world: World) -> None:
-    """Give Muon its masters; other optimizers have them already. Every rank must call it."""
+    """Give Muon its masters; other optimizers have them already. Every rank must call this."""
     if not isinstance(optimizer, Muon):
         return
     mine = [piece for piece in pieces if piece.name in optimizer.matrices]
@@ -56,12 +56,14 @@ def bind(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece], world: World
 
 
 def _bucket(master: Tensor) -> int:
+    """Return the number of a master's bucket: its own if it is flat."""
     return id(master) if master.ndim == 1 else 0
 
 
 def _plan(
     matrices: dict[str, MatrixLayout], masters: list[Tensor], pieces: list[Piece], world: World
 ) -> Bucket:
+    """Plan the step of some masters: their segments, and the matrices that this rank owns."""
     starts = {}
     numel = 0
     for master in masters:
@@ -98,15 +100,14 @@ def _add_segments(
             at = piece.start + low - piece.offset
             last = segments[-1] if segments else None
             if (
-                last is not None
-                and (last.master is piece.master and last.stop == at and last.ratio == ratio)
-                and last.stop - last.start < MAX_ELEMENTS
+                last is None
+                or (last.master is not piece.master or last.stop != at or last.ratio != ratio)
+                or last.stop - last.start == MAX_ELEMENTS
             ):
-                cut = min(high, low + MAX_ELEMENTS - (last.stop - last.start))
-                segments[-1] = last._replace(stop=at + cut - low)
-            else:
-                cut = min(high, low + MAX_ELEMENTS)
-                segments.append(Segment(piece.master, at, at + cut - low, start + at, ratio))
+                last = Segment(piece.master, at, at, start + at, ratio)
+                segments.append(last)
+            cut = min(high, low + MAX_ELEMENTS - (last.stop - last.start))
+            segments[-1] = last._replace(stop=at + cut - low)
             low = cut
 
 
@@ -117,18 +118,16 @@ def _split(piece: Piece, matrices: MatrixLayout, start: int) -> list[_Held]:
     held = []
     for index in range(piece.offset // size, -(-end // size)):
         low = max(piece.offset, index * size)
-        high = min(end, (index + 1) * size)
+        numel = min(end, (index + 1) * size) - low
         place = start + piece.start + low - piece.offset
         key = matrices.keys[index]
-        held.append(_Held(key, low - index * size, high - low, place, size, matrices.flops))
+        held.append(_Held(key, low - index * size, numel, place, size, matrices.flops))
     return held
 
 
 def _choose_owners(by_rank: Sequence[Sequence[_Held]]) -> dict[str, int]:
-    """Return the owner of every matrix. Every rank has the same input and gets the same result.
-
-    An owner has at least half as much of the matrix as any other rank. Among such ranks, the one
-    with the least work so far is chosen."""
+    """Return the owner of every matrix: the rank with the least work so far among those that have
+    at least half as much of the matrix as any other rank. Every rank gets the same result."""
     holders: dict[str, list[tuple[int, _Held]]] = {}
     for rank, held in enumerate(by_rank):
         for each in held:
@@ -154,12 +153,13 @@ class _Exchange:
 
     def __init__(self, world: World, numel: int) -> None:
         self._rank = world.rank
-        self.numel = numel  # of this rank's own updates, then also of those that arrive
+        self.numel = numel  # number of this rank's updates; `plan` adds those that arrive
         self.to_owners = _Collective(world.size)
         self.to_holders = _Collective(world.size)
         self._found: dict[str, list[tuple[int, int, int]]] = {}  # offset, place, numel by matrix
 
     def plan(self, by_rank: Sequence[Sequence[_Held]], owners: dict[str, int]) -> None:
+        """Plan all transfers, given the segments of every rank and the owners of matrices."""
         at_owner = {
             each.key: each
             for rank, theirs in enumerate(by_rank)
@@ -178,7 +178,7 @@ class _Exchange:
 
     def _send(self, each: _Held, rank: int, owner: int, own: _Held) -> None:
         """Plan the transfer of one segment to its owner, and of the result to its holder."""
-        copied = own.numel == own.whole  # the owner has these elements too
+        copied = own.numel == own.whole  # the owner has these elements, too
         self.to_owners.used |= not copied
         self.to_holders.used = True
         if owner == self._rank:
@@ -194,6 +194,7 @@ class _Exchange:
                 self.to_owners.outgoing[owner].append((each.place, each.numel))
 
     def _keep(self, each: _Held, place: int) -> None:
+        """Note where this rank finds a segment of a matrix that it owns."""
         self._found.setdefault(each.key, []).append((each.offset, place, each.numel))
 
     def owned(self) -> dict[str, list[slice]]:
@@ -210,7 +211,7 @@ class _Collective:
     def __init__(self, ranks: int) -> None:
         self.outgoing: list[Places] = [[] for _ in range(ranks)]
         self.incoming: list[Places] = [[] for _ in range(ranks)]
-        self.used = False  # by any rank: then all have to take part
+        self.used = False  # whether any rank sends: then every rank has to take part
 
     def __call__(self, updates: Tensor) -> None:
         if not self.used:

@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): each rank has a part of the tokens of a row.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): each rank has a part of each row's tokens.
 
 B batch · H query heads · G key/value heads · S sequence · D width · P ranks of the group
 
@@ -50,11 +50,10 @@ class SharedSequence(Sequence):
 
 
 def share_sequences(model: nn.Module, sp: int) -> None:
-    """Give every module that depends on tokens or heads its part; every rank calls it."""
+    """Replace the `Sequence` of every module, which works on whole rows; every rank calls this."""
     # Consecutive ranks, so that heads travel within a node where possible.
     group, _ = dist.new_subgroups(sp)  # type: ignore[no-untyped-call]
     sequence = SharedSequence(group)
-    # Replaces the placeholder of model/attention.py, which works on whole rows.
     for module in model.modules():
         if hasattr(module, "sequence"):
             module.sequence = sequence  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The world as a value: which process this is, how many there are, on which device.
+"""The world as a value: the rank of this process, the number of ranks, the device.
 
 Nothing in `World` waits for the device, except where a method says so.
 """
@@ -55,10 +55,7 @@ class World:
         return self.rank == 0
 
     def reader(self, sp: int) -> tuple[int, int]:
-        """Return which share of a batch's rows this rank reads, and the number of shares.
-
-        Ranks that share sequences read the same rows.
-        """
+        """Return this rank's share of a batch's rows and the number of shares."""
         return self.rank // sp, self.size // sp
 
     def to_device(self, values: Sequence[float]) -> Tensor:
@@ -70,8 +67,7 @@ class World:
         return tensor
 
     def sum(self, values: Tensor, more: Sequence[float] = ()) -> Tensor:
-        """Sum over ranks, in fp64: integers up to 2^53 stay exact. `more` numbers of the host are
-        placed after the values."""
+        """Sum values and `more` numbers of the host, in fp64: integers up to 2^53 stay exact."""
         return self.reduce(torch.cat((values.detach().double().reshape(-1), self.to_device(more))))
 
     def reduce(self, values: Tensor) -> Tensor:
@@ -81,11 +77,9 @@ class World:
         return values
 
     def differ(self, values: Tensor, every: int = 1) -> Tensor:
-        """Return, on every rank, a mask of the integers that are not the same on all ranks.
-
-        With `every`, compare ranks whose numbers are equal modulo `every`.
-        """
-        # Each residue has a row. Ranks leave the rows of others at the minimum, which never wins.
+        """Return, on every rank, a mask of the integers that are not the same on all ranks. With
+        `every`, compare only ranks whose numbers are equal modulo `every`."""
+        # Each residue has a row. A rank leaves the other rows at the minimum, which never wins.
         both = values.new_full((every, 2 * len(values)), torch.iinfo(values.dtype).min)
         # One maximum gives both extremes: the smallest value has the largest complement.
         both[self.rank % every] = torch.cat((values, ~values))
@@ -115,7 +109,7 @@ def join(world: World, env: Mapping[str, str]) -> None:
         return
     store: Store | None
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = None  # started by the user's own torchrun, which serves the store: env:// finds it
+        store = None  # the user's own torchrun serves a store, which env:// finds
     elif world.size == 1:
         store = HashStore()  # in memory: no port and no file
     elif STORE in env:

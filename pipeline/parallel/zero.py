@@ -23,7 +23,7 @@ from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import TIMEOUT, World
 
 # DeepSpeed's autotuner, which we do not use, imports mlflow if it is installed. That takes seconds
-# in every process, and brings a tracker into training. With None in its place the import fails.
+# in every process, and training must not import a tracker. None in sys.modules prevents this.
 if hide_mlflow := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
@@ -35,8 +35,7 @@ from deepspeed.utils import groups, safe_get_full_grad, set_z3_leaf_modules
 
 if hide_mlflow:
     del sys.modules["mlflow"]
-# DeepSpeed imports its Muon for any optimizer. Its functions are decorated with compile, which
-# alone would import torch's compiler.
+# DeepSpeed imports its Muon for any optimizer, whose decorators would import torch's compiler.
 _compile = compiler.compile
 compiler.compile = lambda: lambda function: function
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
@@ -48,9 +47,8 @@ class ZeroEngine(engine.Engine):
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if world.device.type == "cpu":
-            # DeepSpeed would compile a shared-memory all-reduce that only inference uses, which
-            # takes a minute and needs a C++ compiler. The module is only found in sys.modules: the
-            # attribute `deepspeed.comm.torch` is the real torch.
+            # DeepSpeed would compile an all-reduce that only inference uses, which takes a minute.
+            # As an attribute, `deepspeed.comm.torch` is the real torch instead of this module.
             comm: Any = sys.modules["deepspeed.comm.torch"]
             comm.build_shm_op = lambda: None
             # Otherwise DeepSpeed runs numactl for every micro-batch of ZeRO-3, to count devices.
@@ -63,15 +61,13 @@ class ZeroEngine(engine.Engine):
         self._zero = config.parallel.zero
         self._ep = config.parallel.ep
         self._clip = config.optim.clip
-        # The device that Adam runs on.
-        self._adam_device = world.device
-        if config.parallel.offload.optimizer:
-            self._adam_device = torch.device("cpu")
+        offloaded = config.parallel.offload.optimizer is not None
+        self._adam_device = torch.device("cpu") if offloaded else world.device
         # In fp32 at ZeRO-0 there is no wrapper around the optimizer, and no separate masters.
         self._unwrapped = self._zero == 0 and config.train.dtype == "fp32"
         if self._zero == 3 and not config.model.share_layers:
-            # Gather each block as a whole, so that there is no hook and no graph break inside. A
-            # shared block would give DeepSpeed a gradient for every use.
+            # Gather whole blocks, without hooks and graph breaks inside. A shared block would give
+            # DeepSpeed a gradient for every use.
             set_z3_leaf_modules(model, [Block])
         optimizer = build_optimizer(model.to(world.device), config)
         set_learning_rate(optimizer, 0.0)
@@ -147,8 +143,7 @@ class ZeroEngine(engine.Engine):
         """Replace DeepSpeed's test for overflow, which reads the norm of each step on the host.
 
         `accept` judges the norm on the device. So each of DeepSpeed's four optimizers (0.19.8)
-        always steps, and clips by the norm that `accept` was called with.
-        """
+        always steps, and clips by the norm that `accept` was called with."""
         wrapper: Any = self._optimizer
         for module in (stage_1_and_2, stage3):
             module.is_invalid_grad_norm = lambda _norm: False
@@ -270,10 +265,9 @@ class ZeroEngine(engine.Engine):
 
     @torch.no_grad()
     def _move_to_disk(self, offload: Offload) -> None:
-        """Replace host tensors by mapped files, which stay ordinary tensors to every reader.
+        """Replace host tensors by mapped files, which every reader uses like ordinary tensors.
 
-        DeepSpeed's own NVMe swapping needs an op to be compiled, and leaves no tensors to save.
-        """
+        DeepSpeed's own NVMe swapping compiles an op, and leaves no tensors to save."""
         wrapper = self._optimizer
         allocate = partial(on_disk, folder=str(offload.path))
         if offload.params == "nvme":
@@ -317,7 +311,7 @@ def _deepspeed_config(config: RunConfig, world: World) -> dict[str, Any]:
             # Also for NVMe: `_move_to_disk` replaces the tensors in host memory.
             **{part: {"device": "cpu"} for part, place in offload.items() if place},
         },
-        # torch's fused AdamW: no op to compile and the same numbers, on a CPU too.
+        # torch's fused AdamW needs no compiled op, and has the same results on a CPU.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,

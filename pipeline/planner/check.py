@@ -1,7 +1,7 @@
 """Refuse a run that cannot work, and name the nearest settings that do.
 
 `faults` finds settings that do not divide or combine. `fit_to_devices` also checks the memory of
-the devices. A refusal is one line, and the settings that it suggests are never refused themselves.
+the devices. A refusal is one line, and the settings that it suggests always work.
 """
 
 import math
@@ -22,14 +22,13 @@ from pipeline.planner.speed import Estimate, micro_batches, plan, recommend
 
 Resized = Callable[[str], RunSpec]  # the same run in another size
 _GIB = 2**30
-RANK_BATCH_TOKENS = 2**27  # of a step; the loader holds three batches of 8 bytes per token
+RANK_BATCH_TOKENS = 2**27  # per step; the loader holds three batches of 8 bytes per token
 
 
 def resolve(spec: RunSpec, *, ranks: int, gpu: bool) -> RunConfig:
     """Resolve every setting for this number of ranks, without checking their memory."""
     found, change = faults(spec, ranks, gpu=gpu)
     if found:
-        # There are two remedies: other settings on these ranks, or these settings on more ranks.
         more = _more_ranks(spec, ranks, change, gpu=gpu)
         also = f", or {more} ranks" if more else ""
         raise ConfigError(f"{'; '.join(found)}; try {flags(change, short=False)}{also}")
@@ -40,22 +39,23 @@ def resolve(spec: RunSpec, *, ranks: int, gpu: bool) -> RunConfig:
 
 
 def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
-    """Return what is wrong with a layout, and the nearest settings that fix it."""
+    """Return the faults of a layout, and the nearest settings that fix them."""
     found: list[str] = []
     change: Change = {}
-    here = spec.parallel
-    least = here.offload.least_zero
+    parallel = spec.parallel
+    zero = parallel.zero
+    least = parallel.offload.least_zero
     dtype = choose_dtype(spec, gpu=gpu)
-    ddp = here.engine == "accelerate"
-    if ddp and least:  # DDP keeps whole copies
+    ddp = parallel.engine == "accelerate"
+    if ddp and least:
         found.append("engine accelerate has no shards for parallel.offload to move")
         ddp = False  # the checks below assume the remedy
         change["engine"] = "deepspeed"
-    if here.zero != "auto" and here.zero < least:
-        found.append(f"parallel.offload needs the shards of ZeRO-{least}, not zero={here.zero}")
+    if zero != "auto" and zero < least:
+        found.append(f"parallel.offload needs the shards of ZeRO-{least}, not zero={zero}")
         change["zero"] = least
-    if ddp and (here.zero not in (0, "auto") or dtype == "bf16"):
-        found.append(f"engine accelerate is plain fp32 DDP, not zero={here.zero} in {dtype}")
+    if ddp and (zero not in (0, "auto") or dtype == "bf16"):
+        found.append(f"engine accelerate is plain fp32 DDP, not zero={zero} in {dtype}")
         change["zero"] = 0
         change["dtype"] = dtype = "fp32"
     if spec.train.compile is True and not compiles(spec, dtype):
@@ -65,11 +65,12 @@ def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
         _check_muon(spec)
     _check_degrees(spec, ranks, ddp, found, change)
     # Ranks that share a sequence read the same rows, so together they are one reader.
-    _check_batch(spec, ranks // int(change.get("sp", here.sp)), found, change)
+    _check_batch(spec, ranks // int(change.get("sp", parallel.sp)), found, change)
     return found, change
 
 
 def _check_muon(spec: RunSpec) -> None:
+    """Refuse settings that Muon does not support, for which no nearest setting exists."""
     place = spec.parallel.offload.optimizer
     if place:
         # Orthogonalization consists of matmuls, which are a hundred times slower on a CPU.
@@ -99,16 +100,16 @@ def _check_degrees(spec: RunSpec, ranks: int, ddp: bool, found: list[str], chang
         found.append(text)
         change["ep"] = _nearest_of(degrees, ep)
     sp = spec.parallel.sp
-    shares = model.sequence_degrees(ranks)
-    if sp not in shares:
+    degrees = model.sequence_degrees(ranks)
+    if sp not in degrees:
         whole = f"heads={model.attention.heads} and seq={model.seq}"
         whole = f"the {ranks} ranks" if ranks % sp else whole
         found.append(f"parallel.sp={sp} does not divide {whole}")
-        change["sp"] = _nearest_of(shares, sp)
+        change["sp"] = _nearest_of(degrees, sp)
 
 
 def _nearest_of(numbers: list[int], wanted: int) -> int:
-    # By ratio: 8 is nearer to 6 than 4 is.
+    """Return the nearest number by ratio: 8 is nearer to 6 than 4 is."""
     return min(numbers, key=lambda n: abs(math.log(n / wanted)))
 
 
@@ -139,9 +140,9 @@ def _more_ranks(spec: RunSpec, ranks: int, change: Change, *, gpu: bool) -> int 
     """Return the next larger number of ranks that works, if only ep or sp did not divide them."""
     if list(change) not in (["ep"], ["sp"]):
         return None
-    asked = spec.parallel.sp if "sp" in change else spec.parallel.ep
-    assert asked != "auto"  # "auto" is never at fault
-    more = -(-ranks // asked) * asked
+    degree = spec.parallel.sp if "sp" in change else spec.parallel.ep
+    assert degree != "auto"  # "auto" is never at fault
+    more = -(-ranks // degree) * degree  # rounded up to a multiple
     return more if more > ranks and not faults(spec, more, gpu=gpu)[0] else None
 
 
@@ -162,23 +163,23 @@ def widen_micro_batch(
     config: RunConfig, ranks: int, device: DeviceMemory, below: int | None = None
 ) -> tuple[RunConfig, str]:
     """Choose the largest micro-batch worth a trial, `below` one that failed; explain the choice."""
-    # Ranks that share memory get equal parts, and no trial may exceed it.
+    # Ranks that share memory get equal parts, and no trial may exceed the memory.
     shares = ranks if device.shared else 1
     margin = 1.0 if device.shared else 1 - MEMORY_ERROR
-    here = (device.memory_bytes or math.inf) / shares
-    cluster = (config.cluster.memory_bytes or math.inf) * (USABLE if device.shared else 1.0)
-    have = min(here, cluster)
-    if have == math.inf:
+    device_bytes = (device.memory_bytes or math.inf) / shares
+    cluster_bytes = (config.cluster.memory_bytes or math.inf) * (USABLE if device.shared else 1.0)
+    have_bytes = min(device_bytes, cluster_bytes)
+    if have_bytes == math.inf:
         raise ConfigError("train.auto_batch: the memory of a device is unknown; give --cluster")
     layout = Layout.of(config, ranks)
     micros = micro_batches(config, ranks, layout.sp, most=config.rows * layout.sp)
     needs = {m: device.need(config, replace(layout, micro_batch=m)) / shares for m in micros}
-    fitting = [m for m in micros if margin * needs[m] <= have and m < (below or math.inf)]
+    fitting = [m for m in micros if margin * needs[m] <= have_bytes and m < (below or math.inf)]
     micro = max(fitting, default=1)
     error = "" if device.shared else f" ± {MEMORY_ERROR:.0%}"
-    source = f"this {device.device}" if here <= cluster else "cluster.memory_bytes"
+    source = f"this {device.device}" if device_bytes <= cluster_bytes else "cluster.memory_bytes"
     note = f"micro-batch {micro} of {micros[-1]}: needs about {needs[micro] / _GIB:,.2f} GiB{error}"
-    note += f" per rank, {source} has {have / _GIB:,.2f} GiB"
+    note += f" per rank, {source} has {have_bytes / _GIB:,.2f} GiB"
     note += f"; {below} ran out of memory" if below else ""
     return changed(config, {"train.micro_batch": micro}), note
 
@@ -197,17 +198,19 @@ def smaller_micro_batch(config: RunConfig, ranks: int) -> RunConfig | None:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """A request with its direct remedies applied."""
+    """A request with the nearest settings that fix its faults."""
 
-    faults: list[str]  # what is wrong with the request
-    change: Change  # the remedies
-    config: RunConfig
+    faults: list[str]
+    change: Change  # the nearest settings
+    config: RunConfig  # with the change
     layout: Layout
     note: str  # how auto_batch chose the micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
+    """The search for the nearest settings that work on a device."""
+
     device: DeviceMemory
     keep: bool  # keep the batch, because the run continues
     resized: Resized | None
@@ -221,14 +224,15 @@ class _Search:
             fewer -= 1
             change = {"nproc": fewer, **faults(spec, fewer, gpu=gpu)[1]}
         ranks = int(change.get("nproc", ranks))
-        asked = changed(spec, change)
-        config = fill(asked, ranks, gpu=gpu)
+        fixed = changed(spec, change)
+        config = fill(fixed, ranks, gpu=gpu)
         note = ""
-        if asked.train.auto_batch and asked.train.micro_batch == "auto":
+        if fixed.train.auto_batch and fixed.train.micro_batch == "auto":
             config, note = widen_micro_batch(config, ranks, self.device)
         return _Attempt(found, change, config, Layout.of(config, ranks), note)
 
     def accepts(self, spec: RunSpec, ranks: int, change: Change) -> bool:
+        """Return whether a run with this change needs no further change and fits."""
         if self.resized and "size" in change:
             spec = self.resized(str(change["size"]))
         # Plan the whole run again, because "auto" may now choose other numbers.
@@ -236,8 +240,8 @@ class _Search:
         return not tried.faults and self.device.fits(tried.config, tried.layout)
 
     def candidates(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
-        """Yield changes in this order: this size on the same ranks, on fewer ranks if they share
-        memory, on more GPUs, and then smaller sizes, the largest first."""
+        """Yield changes to try in this order: other layouts of the same ranks, fewer ranks if they
+        share memory, more GPUs, and smaller sizes, the largest first."""
         yield from self.within(spec, ranks)
         if not self.device.shared:
             tried = self.attempt(spec, ranks)
@@ -258,6 +262,7 @@ class _Search:
                 yield {"size": size, **change}
 
     def within(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
+        """Yield layouts on these ranks and, if they share memory, on fewer ranks."""
         yield from self.nearest_layouts(spec, ranks)
         # Smaller powers of two, which divide most batches.
         fewer = 1 << max(0, (ranks - 1).bit_length() - 1)
@@ -273,20 +278,21 @@ class _Search:
         tried = self.attempt(spec, ranks)
         config = tried.config
         now = tried.layout
+        options = list(_options(config, now, self.device))
         # Sorting every option takes seconds; stop here if not even the smallest fits.
-        smallest = [o for o in _options(config, now, self.device) if o.micro_batch == 1]
-        if not any(self.device.fits(config, o) for o in smallest if o.recompute is True):
+        smallest = [o for o in options if o.micro_batch == 1 and o.recompute is True]
+        if not any(self.device.fits(config, option) for option in smallest):
             return
 
         def distance(option: Layout) -> tuple[float, ...]:
-            again = option.recompute != now.recompute
+            recompute = option.recompute != now.recompute
             ep = option.ep != now.ep
             micro = option.micro_batch != now.micro_batch
-            changes = again + ep + micro + (option.zero != now.zero)
-            sharing = abs(math.log(option.sp / now.sp))
-            return sharing, changes, again, ep, micro, option.zero, -option.micro_batch
+            changes = recompute + ep + micro + (option.zero != now.zero)
+            sp = abs(math.log(option.sp / now.sp))
+            return sp, changes, recompute, ep, micro, option.zero, -option.micro_batch
 
-        for option in sorted(_options(config, now, self.device), key=distance):
+        for option in sorted(options, key=distance):
             if self.device.fits(config, option):
                 # With another sp, "auto" chooses another micro-batch, so it is always named.
                 before = now if option.sp == now.sp else replace(now, micro_batch=-1)
@@ -294,9 +300,10 @@ class _Search:
 
 
 def _options(config: RunConfig, now: Layout, device: DeviceMemory) -> Iterator[Layout]:
+    """Yield the layouts of the same ranks that may need less memory."""
     ddp = config.parallel.engine == "accelerate"
     ways: set[Recompute] = {now.recompute, True}
-    # If ranks share memory, fewer ranks save as much memory as sharing sequences does.
+    # If ranks share memory, fewer ranks save as much of it as sharing sequences does.
     for sp in [now.sp] if device.shared else config.model.sequence_degrees(now.ranks):
         for zero in [now.zero] if ddp else range(now.zero, 4):
             for ep in [now.ep] if ddp else config.model.expert_degrees(now.ranks):
@@ -307,16 +314,14 @@ def _options(config: RunConfig, now: Layout, device: DeviceMemory) -> Iterator[L
 
 def enough_gpus(config: RunConfig, ranks: int, device: DeviceMemory) -> Iterator[Layout]:
     """Yield doublings of the GPUs that divide the batch and on which the smallest layout fits."""
-    at = config.parallel
+    parallel = config.parallel
+    ddp = parallel.engine == "accelerate"
+    zero = parallel.zero if ddp else 3  # ZeRO-3 needs the least memory; DDP has no stages
     for more in (ranks << k for k in range(1, 11)):
-        if config.rows * at.sp % more:
+        if config.rows * parallel.sp % more:
             continue
-        # ZeRO-3 holds least; DDP has no stages.
-        stages: list[tuple[int, int]] = [(3, ep) for ep in config.model.expert_degrees(more)]
-        if at.engine == "accelerate":
-            stages = [(at.zero, at.ep)]
-        for zero, ep in stages:
-            layout = Layout(more, zero, ep, 1, True, at.sp)
+        for ep in [parallel.ep] if ddp else config.model.expert_degrees(more):
+            layout = Layout(more, zero, ep, 1, True, parallel.sp)
             if device.fits(config, layout):
                 yield layout
 
@@ -330,9 +335,8 @@ def fit_to_devices(
     resized: Resized | None = None,
     fewest: int | None = None,
 ) -> tuple[RunConfig, str]:
-    """Resolve every setting for these ranks and explain the layout. If that is impossible, raise an
-    error that names the nearest settings that work. A run that continues has to `keep` its batch.
-    A job may start on the `fewest` ranks."""
+    """Resolve every setting and explain the layout, or raise an error with the nearest settings
+    that work. A run that continues has to `keep` its batch. A job may start on `fewest` ranks."""
     search = _Search(device, keep, resized)
     planned = None if keep else _plan_layout(spec, ranks, device, fewest)
     if planned is not None:
@@ -381,7 +385,7 @@ def _plan_layout(
         return None
     config = fill(spec, ranks, gpu=True)
     # The local device may have less memory than the cluster file states.
-    have = min(spec.cluster.memory_bytes or math.inf, device.memory_bytes or math.inf)
-    if have < math.inf:
-        config = changed(config, {"cluster.memory_bytes": have})
+    have_bytes = min(spec.cluster.memory_bytes or math.inf, device.memory_bytes or math.inf)
+    if have_bytes < math.inf:
+        config = changed(config, {"cluster.memory_bytes": have_bytes})
     return recommend(spec, plan(config, fewest or ranks, spec, ranks))

@@ -1,4 +1,4 @@
-"""Count the parameters and FLOPs of a model, in integers, without torch, and only here.
+"""The one place that counts the parameters and FLOPs of a model, in integers and without torch.
 
 FLOPs are those of training on one token. A multiply-add counts 2, and the backward pass costs twice
 the forward pass. Matmuls cost 6 × the parameters that a token uses: with the head, without the
@@ -30,7 +30,7 @@ BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 class Params:
     """`active` counts the parameters that one token uses at inference. `scaling` is the N of every
     fit: active parameters with the head, without the input embedding, because then all sizes lie on
-    one line (arXiv 2406.19146). Value embeddings are lookups too, so N does not count them."""
+    one line (arXiv 2406.19146). Value embeddings are lookups, too, so N does not count them."""
 
     embedding: int
     value_embeddings: int
@@ -41,8 +41,8 @@ class Params:
     norm: int
     ends: int  # parts between embedding and blocks, and between blocks and head
     mixing: int  # gate of smear and scales of the stream (model/stream.py)
-    mtp: int  # multi-token prediction, which only training uses
-    generator: int  # ELECTRA's, which only training uses, without the shared parameters
+    mtp: int  # blocks for multi-token prediction, which only training uses
+    generator: int  # ELECTRA's generator without shared parameters; only training uses it
     experts: int  # routed parameters, part of ffn and mtp
     active: int
     scaling: int
@@ -82,11 +82,11 @@ def params(model: Model) -> Params:
     head = 0 if model.tied else head_matrix(model)
     ends = _ends(model)
     position = _position(model)
-    # Each extra block of multi-token prediction: a layer, a projection of two inputs, three norms.
+    # Each block for multi-token prediction has a layer, a projection of two inputs and three norms.
     extra = layer_params(model, model.layers - 1)
     joint = 2 * model.width**2 + 3 * _norm(model, model.width)
     mtp = model.mtp * (joint + extra.total)
-    idle = sum(each.ffn - each.ffn_active for each in layers)  # experts not chosen
+    idle = sum(each.ffn - each.ffn_active for each in layers)  # experts that a token does not use
     mixing = (model.smear_inputs + 1) * model.smear + model.backout
     mixing += 2 * len(decoder) * model.residual_scales
     blocks = attention + ffn + norm + ends + mixing - idle
@@ -110,12 +110,13 @@ def params(model: Model) -> Params:
 
 
 def _generator(model: Model) -> int:
-    """Parameters of a generator; it shares all tables and the norm of their sum."""
-    own = model.generator_model
-    if own is None:
+    """Parameters of the generator, which shares all tables and the norm of their sum."""
+    generator = model.generator_model
+    if generator is None:
         return 0
-    shared_norm = _norm(own, own.input_width) if own.embedding_norm == "sum" else 0
-    return params(own).total - params(own).tables - shared_norm
+    summed = generator.embedding_norm == "sum"
+    shared_norm = _norm(generator, generator.input_width) if summed else 0
+    return params(generator).total - params(generator).tables - shared_norm
 
 
 def head_matrix(model: Model) -> int:
@@ -125,12 +126,11 @@ def head_matrix(model: Model) -> int:
 
 def _ends(model: Model) -> int:
     """Count norm and projection of the embedding, transform and bias of the head, and row head."""
-    width = model.width
     biased = isinstance(model.ffn, FFN) and model.ffn.bias
-    each = _norm(model, model.input_width) if model.embedding_norm == "sum" else 0
+    start = _norm(model, model.input_width) if model.embedding_norm == "sum" else 0
     if model.embedding_rank is not None:
-        each += (model.embedding_rank + biased) * width
-    ends = each * (2 if model.source_layers else 1) + transform_matrix(model)
+        start += (model.embedding_rank + biased) * model.width
+    ends = start * (2 if model.source_layers else 1) + transform_matrix(model)
     if model.head_transform:
         ends += biased * model.head_width
         ends += _norm(model, model.head_width) if model.head == "tokens" else 0
@@ -140,13 +140,12 @@ def _ends(model: Model) -> int:
 
 
 def row_head(model: Model) -> tuple[int, int]:
-    """Parameters of the matrices and biases of the head of a row; an encoder's has a layer before
-    it (BERT's pooler)."""
-    width = model.width
-    classes = model.row_classes
-    if model.stack != "encoder":
-        return width * classes, 0
-    return (width * (width + classes), width + classes) if classes else (0, 0)
+    """Parameters of the row head's matrices and of its biases."""
+    outputs = model.row_classes
+    if model.stack != "encoder" or not outputs:
+        return model.width * outputs, 0
+    outputs += model.width  # BERT's pooler
+    return model.width * outputs, outputs
 
 
 def transform_matrix(model: Model) -> int:
@@ -181,7 +180,7 @@ def layer_params(model: Model, layer: int, *, source: bool = False) -> LayerPara
 
 @lru_cache(maxsize=256)
 def _layer_params(model: Model, routed: bool, crosses: bool, normed: bool) -> LayerParams:
-    # Cross-attention has the same matrices, of which keys and values read the source.
+    # Cross-attention has the same matrices; those of keys and values read the source.
     times = 2 if crosses else 1
     attention, vectors, inner_norms = (times * count for count in _attention(model))
     source = 2 * model.width * value_width(model) if crosses else 0
@@ -228,9 +227,8 @@ def value_width(model: Model) -> int:
 
 
 def _value_gates(model: Model) -> int:
-    """Gates of the layers with value embeddings; blocks for multi-token prediction have none."""
-    a = model.attention
-    heads = a.kv_heads if isinstance(a, GQA) else 0
+    """Parameters of the gates of value embeddings: one output per key/value head."""
+    heads = value_width(model) // model.attention.head_dim
     return value_layers(model) * model.value_gate_inputs * heads
 
 
@@ -258,7 +256,7 @@ def _attention(model: Model) -> tuple[int, int, int]:
 
 def matrices(model: Model) -> list[tuple[int, int, int]]:
     """Return outputs, inputs and number of the matrices that Muon orthogonalizes: the matrices of
-    the blocks, with fused projections split into their parts (optim/muon.py)."""
+    the blocks, with fused projections split into their parts (optim/matrices.py)."""
     width = model.width
     a = model.attention
     match a:
@@ -275,22 +273,21 @@ def matrices(model: Model) -> list[tuple[int, int, int]]:
             assert_never(a)
     f = model.ffn
     found = [(width, 2 * width, model.mtp)]
-    decoder = block_layers(model)
+    layers = block_layers(model)
     if model.shares("decoder"):
-        decoder = decoder[model.layers - 1 :]
-    encoder = range(1 if model.shares("encoder") else model.source_layers)
+        layers = layers[model.layers - 1 :]
     if model.source_layers:
-        found += attention * len(decoder)  # cross-attention
-        decoder = [*decoder, *encoder]
-    for layer in decoder:
+        found += attention * len(layers)  # cross-attention
+        layers = [*layers, *range(1 if model.shares("encoder") else model.source_layers)]
+    for layer in layers:
         found += attention
         hidden = {f.hidden: 1} if isinstance(f, FFN) else {f.dense_hidden: 1}
         if model.routed(layer):
             assert isinstance(f, MoE)
             hidden = {f.shared * f.hidden: 1} if f.shared > 1 else {}
             hidden[f.hidden] = f.experts + (f.shared == 1)
-        for each, number in hidden.items():
-            found += [(each, width, number * (2 if f.gated else 1)), (width, each, number)]
+        for inner, number in hidden.items():
+            found += [(inner, width, number * (2 if f.gated else 1)), (width, inner, number)]
     return found
 
 
@@ -317,11 +314,15 @@ def _position(model: Model) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """FLOPs of training on one token. Recomputed ones take time but do not count for MFU."""
+    """FLOPs of training on one token. Recomputed FLOPs take time but do not count for MFU."""
 
     matmul: int
     attention: int
     recompute: int
+
+    def __add__(self, other: "Flops") -> "Flops":
+        attention = self.attention + other.attention
+        return Flops(self.matmul + other.matmul, attention, self.recompute + other.recompute)
 
     @property
     def model(self) -> int:
@@ -338,10 +339,8 @@ def flops_per_token(
 ) -> Flops:
     """`predicted` is the number of tokens of a row that the head reads; None: all of them."""
     projections = model.mtp * 2 * model.width**2
-    blocks = projections + sum_blocks(
-        model, lambda each, _: each.attention - each.source + each.ffn_matmul
-    )
-    blocks += _value_gates(model)
+    blocks = projections + _value_gates(model)
+    blocks += sum_blocks(model, lambda each, _: each.attention - each.source + each.ffn_matmul)
     smear = model.smear_inputs * model.smear
     heads = (1 + model.mtp) * (head_matrix(model) + transform_matrix(model))
     heads = heads * (predicted or model.seq) // model.seq
@@ -356,18 +355,19 @@ def flops_per_token(
         blocks += read * model.source_length // model.seq
         inputs += inputs * model.source_length // model.seq
         attention += _source_scores(model)
-    again = 0
+    repeated = 0
     if recompute is True:
         # One more forward pass, which is a third of forward and backward.
-        again = 2 * blocks + attention // 3
+        repeated = 2 * blocks + attention // 3
     elif recompute == "selective":
-        again = 2 * sum_blocks(model, lambda each, _: each.ffn_recomputed)
-        again += 2 * sum(each.ffn_recomputed for each in encoder) * model.source_length // model.seq
-    return Flops(matmul=6 * (blocks + smear + heads + inputs), attention=attention, recompute=again)
+        repeated = 2 * sum_blocks(model, lambda each, _: each.ffn_recomputed)
+        source = sum(each.ffn_recomputed for each in encoder)
+        repeated += 2 * source * model.source_length // model.seq
+    return Flops(6 * (blocks + smear + heads + inputs), attention, repeated)
 
 
 def block_layers(model: Model) -> list[int]:
-    """Return the layer of every block. Those for multi-token prediction are like the last layer."""
+    """Return the layer of every block. Blocks for multi-token prediction are like the last one."""
     return [*range(model.layers), *[model.layers - 1] * model.mtp]
 
 
@@ -379,22 +379,20 @@ def _source_scores(model: Model) -> int:
     """FLOPs of cross-attention and of the encoder's attention, per token of the decoder."""
     a = model.attention
     keys = model.source_length
-    each = 6 * a.heads * (a.score_dim + a.value_dim)
-    cross = model.layers * each * keys
+    per_key = 6 * a.heads * (a.score_dim + a.value_dim)
+    flops = model.layers * per_key * keys
     for layer in range(model.source_layers):
         window = min(a.window or keys, keys) if model.windowed(layer) else keys
         # The same average number of keys as in `_scores`, on both sides.
-        cross += each * window * (2 * keys - window) // model.seq
-    return cross
+        flops += per_key * window * (2 * keys - window) // model.seq
+    return flops
 
 
 def _scores(model: Model, layer: int) -> int:
-    """FLOPs of scores and weighted values in one layer. On average, a query attends to half of the
-    sequence, or to less with a window."""
+    """FLOPs of scores and weighted values in one layer, per token."""
     a = model.attention
     seq = model.seq
     window = min(a.window, seq) if a.window is not None and model.windowed(layer) else seq
-    # The i-th query attends to min(i, window) keys, on average window·(2·seq − window) / (2·seq),
-    # and in an encoder to as many on its right.
-    sides = 1 if model.causal else 2
+    # The i-th query attends to min(i, window) keys, on average window·(2·seq − window) / (2·seq).
+    sides = 1 if model.causal else 2  # an encoder also attends to as many keys on the right
     return sides * 3 * a.heads * (a.score_dim + a.value_dim) * window * (2 * seq - window) // seq

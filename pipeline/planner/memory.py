@@ -16,10 +16,10 @@ from pipeline.planner.work import adapters, frozen_params, trained_params
 MEMORY_ERROR = 0.1  # the largest relative error of an estimate (docs/BENCHMARKS.md)
 # Share of a GPU's memory that tensors can use; driver, NCCL and fragmentation take the rest.
 USABLE = 0.92
-# Muon's temporary tensors: how many numbers at a time (MOST in optim/muon.py), and bytes for each:
-# a matrix before and after an iteration and two products in bf16, or two fp32 copies of weights.
-_BATCH = 2**26
-_BATCH_BYTES = 8
+# Muon's temporary tensors: a matrix before and after an iteration and two products in bf16, or two
+# fp32 copies of weights.
+_BATCH = 2**26  # elements: MAX_ELEMENTS in optim/muon.py
+_BATCH_BYTES = 8  # per element
 # Measured memory of a rank on a CPU besides its tensors: torch and DeepSpeed themselves.
 PROCESS_BYTES = 2**28
 
@@ -37,22 +37,18 @@ class Layout:
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int) -> "Layout":
-        at = config.parallel
+        parallel = config.parallel
         train = config.train
-        return cls(ranks, at.zero, at.ep, train.micro_batch, train.recompute, at.sp)
+        micro_batch = train.micro_batch
+        return cls(ranks, parallel.zero, parallel.ep, micro_batch, train.recompute, parallel.sp)
 
     def change(self, before: "Layout | None" = None) -> Change:
         """Return the settings that differ from another layout, or from the defaults."""
         # -1 differs from every value: zero and micro_batch default to "auto" and are always listed.
         before = before or Layout(self.ranks, zero=-1, micro_batch=-1)
-        keys = {
-            "zero": "zero",
-            "ep": "ep",
-            "sp": "sp",
-            "micro_batch": "train.micro_batch",
-            "recompute": "train.recompute",
-        }
-        pairs = ((key, getattr(self, name), getattr(before, name)) for name, key in keys.items())
+        keys = ("zero", "ep", "sp", "train.micro_batch", "train.recompute")
+        names = [(key, key.removeprefix("train.")) for key in keys]
+        pairs = ((key, getattr(self, name), getattr(before, name)) for key, name in names)
         return {key: new for key, new, old in pairs if new != old}
 
 
@@ -64,12 +60,10 @@ class Memory:
     weights: int
     gradients: int  # gradients of earlier micro-batches
     optimizer: int
-    # The largest block, collected from ZeRO's shards: weights, prefetched weights, gradients.
-    gathered: int
+    gathered: int  # the largest block out of ZeRO's shards: weights, prefetched weights, gradients
     activations: int
     loss: int
-    # All gradients, with the activations of one block or with their own copies.
-    update: int
+    update: int  # all gradients, with the activations of one block or with copies for the update
 
     @property
     def total(self) -> int:
@@ -94,8 +88,7 @@ def model_memory(
     """ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3. A rank holds
     everything that is not sharded, but only 1/`ep` of the experts and 1/`sp` of a sequence's
     activations. A step of one micro-batch does not `accumulate`. With `offload`, the optimizer's
-    states are stored and updated elsewhere. With LoRA, frozen weights are whole on every rank, and
-    have neither gradients nor moments."""
+    states are elsewhere. LoRA's frozen weights are whole, without gradients and moments."""
     experts = count.params(model).experts
     trained = trained_params(model, lora)
     size = count.BYTES[dtype]
@@ -104,8 +97,8 @@ def model_memory(
     tokens = layout.micro_batch * model.seq // layout.sp
 
     def held(bytes_per_param: int, *, sharded: bool, of: int = trained) -> int:
-        shared = (of - experts) * bytes_per_param // (ranks if sharded else 1)
-        return shared + experts * bytes_per_param // (ranks if sharded else layout.ep)
+        dense = (of - experts) * bytes_per_param // (ranks if sharded else 1)
+        return dense + experts * bytes_per_param // (ranks if sharded else layout.ep)
 
     # Only unsharded fp32 training updates the weights in place; others have fp32 master weights.
     master = 0 if dtype == "fp32" and zero == 0 else 4
@@ -116,7 +109,7 @@ def model_memory(
     gathered = copied * _largest_block(model, layout.ep, lora) * size
     kept, largest = _activations(model, layout.recompute, lora)
     first_block = gathered + tokens * largest * size  # the backward pass reaches it last
-    # The gradients of one group are copied to fp32, and ZeRO first lays them out contiguously.
+    # The gradients of one group are copied to fp32; before that, ZeRO makes them contiguous.
     copies = _group(model, layout, lora) * ((4 if size != 4 else 0) + (size if zero else 0))
     moments = held(master + 8, sharded=zero >= 1)  # 8: both moments
     if muon:
@@ -130,12 +123,11 @@ def model_memory(
     head = 0 if lora else 4 * model.vocab * model.width  # fp32 gradient
     return Memory(
         weights=held(size, sharded=zero >= 3) + frozen_params(model, lora) * size,
-        # ZeRO-3 allocates them at the start.
-        gradients=gradients if accumulate or zero == 3 else 0,
+        gradients=gradients if accumulate or zero == 3 else 0,  # ZeRO-3 allocates them at the start
         optimizer=0 if offload else moments,
         gathered=gathered,
         activations=tokens * kept * size,
-        # Logits, their fp32 copy and gradient.
+        # Logits, an fp32 copy of them, and their gradient.
         loss=min(loss_chunk, tokens) * model.vocab * (4 + 4 + size) + head,
         update=max(gradients + first_block, update),
     )
@@ -146,20 +138,17 @@ def _largest_block(model: Model, ep: int, lora: Lora | None) -> int:
     """Parameters of the largest block that ZeRO gathers; with LoRA, the adapters of a block."""
     if lora is not None:
         return trained_params(model, lora) // model.layers
-    layers = [count.layer_params(model, layer) for layer in range(model.layers)]
-    layers += [
-        count.layer_params(model, layer, source=True) for layer in range(model.source_layers)
-    ]
-    return max(each.total - each.experts + each.experts // ep for each in layers)
+    decoder = [count.layer_params(model, layer) for layer in range(model.layers)]
+    encoder = [count.layer_params(model, each, source=True) for each in range(model.source_layers)]
+    return max(each.total - each.experts + each.experts // ep for each in decoder + encoder)
 
 
 @lru_cache(maxsize=256)
 def _activations(model: Model, recompute: Recompute, lora: Lora | None = None) -> tuple[int, int]:
-    """Return the numbers kept per token: of all blocks, and of the largest block."""
+    """Return how many numbers are kept per token: for the model, and for the largest block."""
     blocks = [_kept(model, model.routed(layer)) for layer in count.block_layers(model)]
     whole = [attention + ffn for attention, ffn in blocks]
-    # Value embeddings are looked up outside of the blocks, so no recomputation frees them. Smear
-    # keeps the embedding and its result, backout the middle stream.
+    # Tensors outside of the blocks are always kept: value embeddings, smear's and backout's.
     beside = count.value_layers(model) * count.value_width(model)
     beside += (2 * model.smear + model.backout) * model.width
     beside += _source_activations(model, recompute)
@@ -194,7 +183,7 @@ def _source_activations(model: Model, recompute: Recompute) -> int:
 
 
 def _kept(model: Model, routed: bool) -> tuple[int, int]:
-    """Numbers that autograd keeps per token in the attention and in the feed-forward of a block.
+    """Return how many numbers autograd keeps per token in a block's attention and feed-forward.
     Attention: norm inputs, a norm's output, q and k before and after rotation, v and the result.
     Feed-forward: a norm's output and inner tensors; if routed, also the rows sent to experts."""
     a = model.attention
@@ -219,8 +208,8 @@ def _kept(model: Model, routed: bool) -> tuple[int, int]:
 
 
 def _group(model: Model, layout: Layout, lora: Lora | None) -> int:
-    """The most parameters that DeepSpeed 0.19.8 updates at once on a rank: without ZeRO all, or one
-    group (optim/groups.py: matrices, the rest, experts that ranks share)."""
+    """Return the most parameters that DeepSpeed 0.19.8 updates at once on a rank: without ZeRO all,
+    otherwise one group (optim/groups.py: matrices, the rest, experts that ranks share)."""
     counted = count.params(model)
     trained = trained_params(model, lora)
     if layout.zero == 0:
@@ -250,14 +239,14 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
     teacher = config.distill.model if config.distill else None
     if teacher is None:
         return held
-    # A teacher is not divided. Its logits and probabilities exist beside the student's.
+    # Every rank has the whole teacher, and its logits and probabilities beside the student's.
     logits = config.train.loss_chunk * teacher.vocab * 8
     weights = held.weights + count.params(teacher).total * size
     return replace(held, weights=weights, loss=held.loss + logits)
 
 
 def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:
-    """Bytes that all ranks together store there instead of on their GPUs."""
+    """Bytes that all ranks together store on the CPU or on NVMe instead of on their GPUs."""
     offload = config.parallel.offload
     held = memory(changed(config, {"parallel.offload": Offload()}), layout)
     optimizer = held.optimizer if offload.optimizer == to else 0
@@ -293,8 +282,8 @@ def disk_bytes(config: RunConfig, ranks: int) -> int:
     model = config.model
     experts = 3 * model.ffn.experts if isinstance(model.ffn, MoE) else 0
     blocks = (model.layers + model.mtp) * (1 if model.generator is None else 2)
-    every = config.parallel.zero in (0, 3) or config.lora is not None
-    runs = (4 + 20 * blocks) * (ranks if every else 1) + experts * blocks + 4 * ranks
+    writers = ranks if config.parallel.zero in (0, 3) or config.lora is not None else 1
+    runs = (4 + 20 * blocks) * writers + experts * blocks + 4 * ranks
     # 256 bytes of manifest and padding per run; a random state and a file block per rank.
     return checkpoint_bytes(config) + 3 * 256 * runs + 16384 * ranks
 
@@ -315,18 +304,16 @@ class DeviceMemory:
 
     def need(self, config: RunConfig, layout: Layout) -> int:
         """Return the bytes of one rank, or of all ranks that share the memory. On a CPU, offloaded
-        states and the copy for a checkpoint count too, unless they are on nvme."""
+        states and the copy for a checkpoint count, too, unless they are on NVMe."""
         each = memory(config, layout).total
         if not self.shared:
             return each
-        copy = 0
-        if not config.parallel.offload.nvme:
-            copy = checkpoint_bytes(config)
+        copy = 0 if config.parallel.offload.nvme else checkpoint_bytes(config)
         return layout.ranks * (each + PROCESS_BYTES) + offloaded(config, layout, "cpu") + copy
 
     def fits(self, config: RunConfig, layout: Layout) -> bool:
-        """Whether a layout fits. With auto_batch, whether it may fit, because a trial decides; but
-        not in shared memory, where a trial that is too large may kill another process."""
+        """Return whether a layout fits. With auto_batch a trial decides, so that a slightly larger
+        estimate is accepted, but not in shared memory: the trial may kill another process."""
         need = self.need(config, layout)
         if not config.train.auto_batch or self.shared:
             return need <= self.usable

@@ -1,8 +1,8 @@
 """Learning rates, batch, decay and warmup as functions of model size, tokens and batch.
 
 AdamW's rules are those of OLMo-core's ladder, with Step Law's for short runs, and for post-norm
-models those of the first transformer. Muon's were measured on one H200 (docs/RECIPE.md has the
-table). All are starting points for runs of any size and length.
+models those of the first transformer. Muon's rules were measured on one H200 (docs/RECIPE.md has
+the table). All rules are starting points for runs of any size and length.
 """
 
 import math
@@ -15,7 +15,7 @@ from pipeline.config.shape import Model
 from pipeline.planner.count import Params
 
 _N0 = 108e6  # the size at which OLMo-core's ladder was tuned
-_MOST_BATCH = 2**26  # by rule; the largest of published runs, DeepSeek-V3's, has 63M tokens
+_MOST_BATCH = 2**26  # tokens; the largest published batch, DeepSeek-V3's, has 63M
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ Settings = dict[str, Setting]  # by dotted key below `optim`
 
 
 def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Settings:
-    """Every setting of the optimizer and its schedule that may be "auto"."""
+    """Return every setting of the optimizer and its schedule that may be "auto"."""
     match spec.optim.optimizer:
         case AdamWSpec():
             found = _adamw(count.active_non_embedding, steps, batch)
             seq = spec.model.seq
             predicted = (spec.objective.most_targets(seq) or seq) / seq * batch
-            # Tokens of an encoder beside the decoder train its parameters too.
+            # The tokens of an encoder–decoder's source train parameters, too.
             read = steps * batch * (seq + spec.model.source_length) / seq
             found["lr"] = adamw_peak(spec.model, count, read, predicted)
             if spec.model.placement == "post":
@@ -52,7 +52,7 @@ def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Sett
 
 
 def batch_rule(spec: RunSpec, count: Params, tokens: float | None) -> Setting:
-    """The global batch in tokens. Without `tokens`, the length is spec.train.steps."""
+    """Return the global batch in tokens. Without `tokens`, the run's length is spec.train.steps."""
     match spec.optim.optimizer:
         case AdamWSpec():
             rule = "2048·160·(N/108M)^(2/3), N without embeddings, at most 2^26: OLMo-core's ladder"
@@ -74,13 +74,13 @@ def adamw_batch(n: float) -> float:
 
 
 def adamw_lr(n: float, tokens_per_param: float, predicted: float | None = None) -> float:
-    """Return the peak rate for a batch that predicts this many tokens, or the rule's batch.
+    """Return the peak rate for a batch with this many `predicted` tokens, or for the rule's batch.
 
     The ladder was tuned at 20 tokens per parameter, and shorter runs need lower rates: Step Law's
     best rate grows with tokens^0.307 (arXiv 2503.04715). Gradients of smaller batches are noisier,
-    so the rate falls with the root of the batch (arXiv 2205.10287), below two thirds of the rule's:
-    rounding to whole rows changes nothing. Below 2M parameters the rate does not grow further, as
-    measured with `tiny` (docs/RECIPE.md)."""
+    so the rate falls with the root of the batch (arXiv 2205.10287). This begins at two thirds of
+    the rule's batch, so that rounding to whole rows has no effect. Below 2M parameters the rate
+    does not grow further, as measured with `tiny` (docs/RECIPE.md)."""
     multiple = tokens_per_param / 20
     length = multiple**0.307 if multiple < 1 else multiple**-0.5
     share = 1.0 if predicted is None else min(1.0, 1.5 * predicted / adamw_batch(n))
@@ -93,9 +93,8 @@ def adamw_peak(
     """Return the peak rate of a model.
 
     Norms after the residual sums need a lower rate and a longer warmup than norms before them. A
-    RoBERTa of 8 layers did not learn at the rate of OLMo-core's rule (docs/RECIPE.md). With a width
-    of 768, the rate is 5.7e-4; RoBERTa-base used 6e-4.
-    """
+    RoBERTa of 8 layers did not learn at the rate of OLMo-core's rule (docs/RECIPE.md). At a width
+    of 768 the rate is 5.7e-4; RoBERTa-base used 6e-4."""
     if model.placement == "post":
         lr = _digits((4000 * model.width) ** -0.5)
         return Setting(lr, "(4000·width)^(−1/2): arXiv 1706.03762")
@@ -151,8 +150,7 @@ def _muon(lr: float, model: Model, steps: int) -> Settings:
         "optimizer.embedding_rate": embedding,
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),
         "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "the same as head_rate"),
-        # With this decay, updates older than a fifth of the run have little effect. At the peak, a
-        # step removes at most a tenth of a weight.
+        # Updates older than a fifth of the run lose their effect. A step decays at most a tenth.
         "optimizer.decay": Setting(
             _digits(5 / (lr * max(steps, 50))), "5/(rate·steps), steps ≥ 50: arXiv 2405.13698"
         ),
@@ -165,5 +163,5 @@ def _muon(lr: float, model: Model, steps: int) -> Settings:
 
 
 def _digits(value: float) -> float:
-    # Three digits: these are rules of thumb.
+    """Round to three digits, because these are rules of thumb."""
     return float(f"{value:.3g}")

@@ -23,7 +23,7 @@ _ACTIVATION_BYTES = 20 * 2**30
 
 
 def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
-    """Replace every "auto". `check.faults` must have found no fault with this many ranks."""
+    """Replace every "auto". `check.faults` must have found no fault with these ranks."""
     count = params(spec.model)
     readers = ranks // spec.parallel.sp
     batch = batch_tokens(spec, readers)
@@ -48,14 +48,13 @@ def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
         "parallel": {"zero": choose_zero(spec), "ep": 1},
     }
     given = spec.model_dump()
-    # The length is in steps from here on.
-    length = {"steps": steps, "tokens": None, "flops": None}
+    length = {"steps": steps, "tokens": None, "flops": None}  # a RunConfig has only steps
     table = merge(merge(given, _where_auto(given, numbers)), {"train": length})
     return validate(RunConfig, table)
 
 
 def derived(spec: RunSpec, config: RunConfig) -> list[dict[str, Any]]:
-    """Return key, value and rule of each setting of the recipe that may be "auto"."""
+    """Return the key, the value and the rule of each setting of the recipe that may be "auto"."""
     count = params(spec.model)
     train = config.train
     optim = rates.optim_settings(spec, count, train.steps, train.batch_tokens)
@@ -94,25 +93,25 @@ def choose_zero(spec: RunSpec) -> int:
 
 
 def compiles(spec: RunSpec, dtype: Dtype) -> bool:
-    """torch's compiler supports routed experts in bf16 only."""
+    """Return whether a model compiles: torch's compiler supports routed experts in bf16 only."""
     return not isinstance(spec.model.ffn, MoE) or dtype == "bf16"
 
 
 def _loss_chunk(vocab: int, *, gpu: bool) -> int:
-    """Tokens whose logits exist at the same time."""
+    """Return the number of tokens whose logits exist at the same time."""
     if gpu:  # few chunks, because each updates the head's whole gradient; logits below 3 GB
         return max(1024, min(8192, 2**28 // vocab))
     # 8 MB of logits fit into the cache, and malloc reuses the memory: new pages would be slow.
     return max(64, min(2048, 2**21 // vocab))
 
 
-def rate_and_batch(n: float, tokens: float, recipe: str, seq: int = 2048) -> tuple[float, int]:
-    """Return peak rate and batch in tokens for a run of about n parameters, whose shape is not
-    known. With a shape, AdamW's rules use the parameters without embeddings instead."""
-    if recipe_layer([{"recipe": recipe}])["optim"]["optimizer"]["kind"] == "muon":
-        batch = seq * _whole_rows(rates.muon_batch(tokens) / seq)
-        return rates.muon_lr(tokens), batch
-    return rates.adamw_lr(n, tokens / n), seq * _whole_rows(rates.adamw_batch(n) / seq)
+def rate_and_batch(n: float, tokens: float, recipe: str) -> tuple[float, int]:
+    """Return the peak rate and the batch in tokens for a run of about n parameters, whose shape is
+    not known. With a shape, AdamW's rules use the parameters without embeddings instead."""
+    muon = recipe_layer([{"recipe": recipe}])["optim"]["optimizer"]["kind"] == "muon"
+    lr = rates.muon_lr(tokens) if muon else rates.adamw_lr(n, tokens / n)
+    batch = rates.muon_batch(tokens) if muon else rates.adamw_batch(n)
+    return lr, 2048 * _whole_rows(batch / 2048)  # rows of the most common length
 
 
 def batch_tokens(spec: RunSpec, readers: int) -> int:
@@ -132,16 +131,14 @@ def batch_setting(spec: RunSpec) -> rates.Setting:
 
 
 def _whole_rows(rows: float) -> int:
-    """Return the nearest 2^k, at least 8, or 3·2^k, at least 24. Most world sizes divide such a
-    batch, so they all train with the same batch."""
-    # Up to 25 million sequences.
-    candidates = [m << k for k in range(3, 24) for m in (1, 3)]
+    """Return the nearest 2^k, at least 8, or 3·2^k, at least 24, which most world sizes divide."""
+    candidates = [m << k for k in range(3, 24) for m in (1, 3)]  # up to 25 million
     return min(candidates, key=lambda each: abs(math.log(each / max(rows, 1))))
 
 
 def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:
-    """About 16k tokens of 1b fill a GPU and fit into its memory. A smaller model gets more tokens,
-    because its kernels end before the host has launched the next (docs/LOG.md)."""
+    """Return the rows of a micro-batch. About 16k tokens of 1b fill a GPU and fit into its memory.
+    Smaller models get more tokens, so that the host launches kernels in time (docs/LOG.md)."""
     sp = spec.parallel.sp
     most = max(1, 16384 * sp // spec.model.seq)
     if gpu:
@@ -161,7 +158,7 @@ def _steps(spec: RunSpec, batch: int) -> int:
 
 
 def _tokens(spec: RunSpec) -> float | None:
-    """Return the length in tokens; None if it is given in steps."""
+    """Return the run's length in tokens; None if it is given in steps."""
     train = spec.train
     if train.steps is not None:
         return None

@@ -4,7 +4,7 @@ Compute has five parts, each with a rate from configs/cluster: matmuls, expert m
 by their FLOPs, all other operations by the bytes that autograd keeps, and the update by the
 optimizer's bytes. Communication is counted as the bytes that one rank sends in a step. A ring uses
 all links of a node at once; an all-to-all of experts uses each GPU's own link. ZeRO's collectives
-overlap with compute, those of experts do not. docs/SCALE.md has a comparison with published runs.
+overlap with compute, all-to-alls do not. docs/SCALE.md has a comparison with published runs.
 """
 
 import math
@@ -32,8 +32,8 @@ from pipeline.planner.work import adapted_flops, teacher_model, trained_params, 
 TOUCHES = 5  # passes over the kept activations, forward and backward: 13% of the step
 BLOCK_S = 2e-4  # idle time of the device per block and micro-batch: 1.6% of the step
 UPDATE_BYTES = 36  # bytes per parameter that norm, AdamW and cast read and write: 10 ms
-# Additional bytes for Muon, counted: 8 passes over momentum, gradient and weights in fp32, because
-# skipping a step is a separate operation, and 10 passes over updates in bf16.
+# Additional bytes per parameter for Muon, counted: 8 passes over momentum, gradient and weights in
+# fp32, because skipping a step is a separate operation, and 10 passes over updates in bf16.
 MUON_BYTES = 54
 # Fitted to 117 published dense runs together with the rates of configs/cluster.
 HOP_S = 8e-6  # latency of a ring, per collective and rank
@@ -79,10 +79,12 @@ class Estimate:
 def traffic(
     model: Model, layout: Layout, *, dtype: Dtype, micros: int, muon: bool = False
 ) -> Traffic:
-    """ZeRO-0 all-reduces gradients once per step. ZeRO-1 reduce-scatters them and gathers weights.
+    """Count the bytes of a step.
+
+    ZeRO-0 all-reduces gradients once per step. ZeRO-1 reduce-scatters them and gathers weights.
     ZeRO-2 reduce-scatters in each micro-batch, and ZeRO-3 also gathers weights twice in each. A
     token travels to its experts and back, and so does its gradient. Ranks that share a sequence
-    exchange tokens for heads before attention, and back after it."""
+    exchange tokens for heads before attention, and heads for tokens after it."""
     size = count.BYTES[dtype]
     parameters = sum(size * held * (ranks - 1) // ranks for held, ranks in _groups(model, layout))
     tokens = micros * layout.micro_batch * model.seq // layout.sp
@@ -157,8 +159,7 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
 
 
 def _groups(model: Model, layout: Layout) -> Iterator[tuple[int, int]]:
-    """Yield the parameters of a rank and how many ranks share them: first those outside of
-    experts, then its share of the experts."""
+    """Yield parameters of a rank and how many ranks share them: dense ones, then experts."""
     counted = count.params(model)
     yield counted.total - counted.experts, layout.ranks
     if counted.experts:
@@ -232,29 +233,30 @@ def _collectives_s(
 ) -> float:
     """Time for the bytes of each group at the rate of its ring, plus each collective's latency."""
     groups = [(held * (ranks - 1) / ranks, ranks) for held, ranks in _groups(model, layout)]
-    whole = sum(share for share, _ in groups) or 1
+    whole = sum(part for part, _ in groups) or 1
     blocks = model.layers + model.source_layers + model.mtp
     calls = (1, 2, 1 + micros, 3 * micros * blocks)[layout.zero]
-    time = 0.0
-    for index, (share, ranks) in enumerate(groups):
+    seconds = 0.0
+    for index, (part, ranks) in enumerate(groups):
         # The second group is the experts; each node has gpus_per_node / ep copies of them.
-        near = cluster.gpus_per_node if index == 0 else max(1, cluster.gpus_per_node // layout.ep)
+        links = cluster.gpus_per_node if index == 0 else max(1, cluster.gpus_per_node // layout.ep)
         rate = rates.intra_bytes_s
         if layout.ranks > cluster.gpus_per_node:
-            rate = min(rate, near * rates.inter_bytes_s)
-        time += (sent.gradients + sent.weights) * share / whole / rate + HOP_S * calls * (ranks - 1)
-    return time
+            rate = min(rate, links * rates.inter_bytes_s)
+        latency_s = HOP_S * calls * (ranks - 1)
+        seconds += (sent.gradients + sent.weights) * part / whole / rate + latency_s
+    return seconds
 
 
 def _exchange_s(cluster: Cluster, rates: Rates, ranks: int, sent: int) -> float:
-    """Time of an all-to-all: traffic within the node and to other nodes overlaps."""
+    """Time of an all-to-all, in which traffic within the node overlaps with that to other nodes."""
     near = min(ranks, cluster.gpus_per_node)
     away = (ranks - near) / max(1, ranks - 1)
     return sent * max((1 - away) / rates.intra_bytes_s, away / rates.inter_bytes_s)
 
 
 def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) -> list[int]:
-    """Return the divisors of a reader's share of the batch; none if it is not a whole number."""
+    """Return the divisors of a rank's rows of the batch; none if the batch is not divisible."""
     rows, rest = divmod(config.rows * sp, ranks)
     return [] if rest else [m for m in divisors(rows) if m <= most]
 
@@ -263,7 +265,7 @@ def plan(
     config: RunConfig, ranks: int, spec: RunSpec | None = None, most_ranks: int | None = None
 ) -> list[Estimate]:
     """For every ZeRO stage and every possible ep, choose the best micro-batch and recomputation, or
-    use those of the spec. The result must also work on `most_ranks`."""
+    use those of the spec. The micro-batch must also divide the rows of a rank of `most_ranks`."""
     sp = config.parallel.sp
     ways: tuple[Recompute, ...] = (False, "selective", True)
     micros = micro_batches(config, ranks, sp)
@@ -294,16 +296,16 @@ def best(estimates: Sequence[Estimate]) -> Estimate:
 
 def recommend(spec: RunSpec, estimates: Sequence[Estimate]) -> Estimate | None:
     """Return the best estimate with the spec's ZeRO stage and ep; None if none of them fits."""
-    at = spec.parallel
-    # Accelerate is plain DDP. With DeepSpeed, ZeRO-1 was faster than stage 0 even on one GPU
-    # (docs/LOG.md), so stage 0 is used only if the spec names it.
-    least = max(at.offload.least_zero, 1 if at.zero == "auto" else 0)
-    zeros = (0,) if at.engine == "accelerate" else range(least, 4)
+    parallel = spec.parallel
+    ddp = parallel.engine == "accelerate"
+    # DeepSpeed's ZeRO-1 was faster than stage 0 even on one GPU (docs/LOG.md).
+    least = max(parallel.offload.least_zero, 1 if parallel.zero == "auto" else 0)
+    zeros = (0,) if ddp else range(least, 4)
     possible = [
         e
         for e in estimates
-        if e.layout.zero in zeros and at.zero in ("auto", e.layout.zero)
-        if at.ep in ("auto", e.layout.ep) and (at.engine != "accelerate" or e.layout.ep == 1)
+        if e.layout.zero in zeros and parallel.zero in ("auto", e.layout.zero)
+        if parallel.ep in ("auto", e.layout.ep) and (not ddp or e.layout.ep == 1)
     ]
     chosen = best(possible) if possible else None
     return chosen if chosen is not None and chosen.fits else None

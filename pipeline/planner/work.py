@@ -1,6 +1,4 @@
-"""Count the FLOPs of a run: those of its model, and those that other parts of the run add.
-
-Also count what LoRA trains."""
+"""Count a run's FLOPs, with generator, teacher and LoRA, and the parameters that LoRA trains."""
 
 from functools import lru_cache
 from typing import assert_never
@@ -21,23 +19,18 @@ def training_flops(spec: RunSpec, *, recompute: Recompute = False) -> Flops:
     own = None if generator else predicted
     flops = flops_per_token(model, recompute=recompute, predicted=own)
     if generator is not None:
-        more = flops_per_token(generator, recompute=recompute, predicted=predicted)
-        flops = _sum(flops, more)
+        flops += flops_per_token(generator, recompute=recompute, predicted=predicted)
     if spec.lora is not None:
         flops = adapted_flops(flops, model, spec.lora)
     teacher = teacher_model(spec)
     if teacher is not None:
         whole = flops_per_token(teacher, predicted=predicted)
-        flops = _sum(flops, Flops(whole.matmul // 3, whole.attention // 3, 0))
+        flops += Flops(whole.matmul // 3, whole.attention // 3, 0)
     return flops
 
 
-def _sum(a: Flops, b: Flops) -> Flops:
-    return Flops(a.matmul + b.matmul, a.attention + b.attention, a.recompute + b.recompute)
-
-
 def convention(spec: RunSpec) -> str:
-    """What the FLOPs of a run count. Laws mix only runs that are counted alike."""
+    """Return what the FLOPs of a run include. A law mixes only runs with the same convention."""
     few = spec.objective.most_targets(spec.model.seq) is not None
     text = f"{CONVENTION}; head for predicted tokens only" if few else CONVENTION
     if not spec.model.causal:
@@ -46,16 +39,16 @@ def convention(spec: RunSpec) -> str:
 
 
 def teacher_model(spec: RunSpec) -> Model | None:
-    """The teacher of a distilled run, which reads rows of the student's length."""
+    """Return the teacher of a distilled run, which reads rows of the student's length."""
     if spec.distill is None or spec.distill.model is None:
         return None
     lengths = {"seq": spec.model.seq, "source_seq": spec.model.source_seq}
     return spec.distill.model.model_copy(update=lengths)
 
 
-# LoRA trains adapters beside the matrices of the blocks, and the head of a row. All other weights
-# are frozen. A frozen matrix costs 4 FLOPs per parameter and token instead of 6, because no
-# gradient of the matrix itself is computed.
+# LoRA trains adapters beside the matrices of the blocks, and the row head. All other weights are
+# frozen. A frozen matrix costs 4 FLOPs per parameter and token instead of 6, because no gradient of
+# the matrix itself is computed. An adapter has rank · (inputs + outputs) parameters.
 
 
 def _sides(model: Model, *, crosses: bool) -> list[int]:
@@ -83,13 +76,13 @@ def _sides(model: Model, *, crosses: bool) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _adapted(model: Model, *, used: bool) -> list[int]:
-    """Inputs + outputs of every linear layer with an adapter: each once, or as often as a token of
-    the decoder uses it. The source is counted as if it had as many tokens."""
-    once = 1 if model.shares("decoder") and not used else model.layers
-    found = _sides(model, crosses=model.source_layers > 0) * once
+    """Return inputs + outputs of every linear layer with an adapter: once or, if `used`, as often
+    as a token of the decoder uses it. The source counts as if it had as many tokens."""
+    blocks = 1 if model.shares("decoder") and not used else model.layers
+    found = _sides(model, crosses=model.source_layers > 0) * blocks
     if model.source_layers:
-        once = 1 if model.shares("encoder") and not used else model.source_layers
-        found += _sides(model, crosses=False) * once
+        blocks = 1 if model.shares("encoder") and not used else model.source_layers
+        found += _sides(model, crosses=False) * blocks
     return found + [*_sides(model, crosses=False), 3 * model.width] * model.mtp
 
 
@@ -109,7 +102,7 @@ def frozen_params(model: Model, lora: Lora | None) -> int:
 
 
 def adapted_flops(flops: Flops, model: Model, lora: Lora) -> Flops:
-    """Return the FLOPs of training on one token from those of training all weights."""
+    """Convert the FLOPs of training all weights on one token to those of training with LoRA."""
     row = row_head(model)[0] // model.seq
     learned = lora.rank * sum(_adapted(model, used=True)) + row
     frozen = flops.matmul // 6 - row

@@ -1,4 +1,4 @@
-"""Where a run's records go: its log, and the lines and progress bar that a person watches."""
+"""Send a run's records to its log, and to the lines and the progress bar that a person watches."""
 
 import sys
 import time
@@ -14,9 +14,9 @@ from pipeline.runs.log import Log, Record
 from pipeline.units import count, span
 
 UNKNOWN = "–"
-# A note leaves these out: its line begins with them, or they follow from the step.
+# A note omits these keys: its line begins with them, or they follow from the step.
 _IMPLIED = {"kind", "time", "step", "event", "tokens", "flops", "hash"}
-# The words of a note for keys of the log; keys in seconds are durations.
+# A note's words for keys of the log.
 _WORDS = {
     "world": "ranks", "grad_norm": "gnorm", "seconds": "took", "blocked_s": "training waited",
     "start_s": "startup", "replay_s": "lost work", "wall_s": "total", "checkpoint_s": "saves",
@@ -32,8 +32,8 @@ class Console:
     def __init__(self, total_steps: int, quiet: bool = False) -> None:
         self.total_steps = total_steps
         self.quiet = quiet
-        self._steps: deque[Record] = deque(maxlen=32)  # the last ones, for the ETA
-        self._imbalance: object = None  # of the last "moe" record: a column of the next step
+        self._steps: deque[Record] = deque(maxlen=32)  # the latest steps, for the ETA
+        self._imbalance: object = None  # from the last "moe" record, shown with the next step
         self._bar: Any = None if quiet or not sys.stdout.isatty() else _bar(total_steps)
 
     def record(self, record: Record) -> None:
@@ -41,7 +41,7 @@ class Console:
         if kind == "moe":
             self._imbalance = record.get("worst_imbalance")
         if self.quiet or kind == "moe":
-            return  # a mixture logs this at every step: too much for separate lines
+            return  # a mixture logs "moe" at every step: too much for separate lines
         step = record["step"]
         if kind == "step":
             if self._steps and step <= self._steps[-1]["step"]:
@@ -53,8 +53,8 @@ class Console:
         if self._bar is None:
             _print(line)
             return
-        self._bar.start()  # here, so that a run that dies early leaves no empty bar
-        # A save is logged after later steps, so it does not move the bar.
+        self._bar.start()  # not before, because a run that dies early would leave an empty bar
+        # A save is logged after later steps, so it must not move the bar.
         if record.get("event") != "save":
             self._bar.update(self._bar.task_ids[0], completed=step)
         self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -67,8 +67,7 @@ class Console:
 class Tracker:
     """Send each record to the run's log and then to the console. Ranks other than 0 have neither.
 
-    Everything else reads the log: MLflow's sidecar, fits, the dashboard.
-    """
+    Everything else reads the log: MLflow's sidecar, fits, the dashboard."""
 
     def __init__(self, log: Log | None = None, console: Console | None = None) -> None:
         self._log = log
@@ -90,7 +89,7 @@ class Tracker:
 def header(
     config: RunConfig, ranks: int, *, train_tokens: int, device: str, tracked: str
 ) -> Iterator[str]:
-    """Yield what a run is about to do, one line per topic, to print before its first step."""
+    """Yield a description of a run, one line per topic, to print before its first step."""
     from pipeline.planner.memory import Layout  # the ranks print no header
     from pipeline.planner.speed import estimate
 
@@ -215,7 +214,7 @@ def _print(line: str) -> None:
 
 
 def _number(value: object, width: int) -> str:
-    """As many decimals as the column holds: 3.1412, 10.397, 123.46."""
+    """Format a number with as many decimals as the column holds: 3.1412, 10.397, 123.46."""
     if not isinstance(value, int | float):
         return f"{UNKNOWN:>{width}}"
     if value != value:
@@ -227,7 +226,7 @@ def _number(value: object, width: int) -> str:
 
 
 def _power(value: object) -> str:
-    """2.9e-4, without the exponent's leading zero."""
+    """Format a number as 2.9e-4, without the exponent's leading zero."""
     if not isinstance(value, int | float):
         return f"{UNKNOWN:>6}"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
@@ -235,7 +234,7 @@ def _power(value: object) -> str:
 
 
 def _count(value: object) -> str:
-    """412k, or 4.12k: five characters."""
+    """Format a number in five characters: 412k, or 4.12k."""
     return f"{count(value) if isinstance(value, int | float) else UNKNOWN:>5}"
 
 

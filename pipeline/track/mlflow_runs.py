@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import posixpath
 import re
 import tempfile
@@ -24,14 +25,14 @@ from pipeline.track.mlflow_store import Store, configured, connect, public, reas
 CONFIG_FILE = "config.toml"
 FILES = (CONFIG_FILE, RUN_FILE, ENVIRONMENT_FILE)
 SWEEP_FILE = "sweep.json"
-FORECASTS = "forecasts"  # the folder of registered ones, on disk and among a sweep's artifacts
-LOADS = "experts.jsonl"  # the share of tokens of each expert: lists, which metrics cannot hold
+FORECASTS = "forecasts"  # folder of registered forecasts, on disk and among a sweep's artifacts
+LOADS = "experts.jsonl"  # the share of tokens of each expert: metrics cannot hold lists
 MAX_NAME = 250  # mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH
-MAX_VALUE = 500  # the limit of servers before 2.8; artifacts have the whole value
+MAX_VALUE = 500  # the limit of servers before 2.8; artifacts hold the whole value
 PREFIXES = {"step": "train", "eval": "eval", "moe": "moe"}
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 ENDINGS = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
-# Keys of run.json that config.toml has under another name. They are sent once, under the latter.
+# Keys of run.json, and the keys of config.toml with the same value. Only the latter are sent.
 IN_CONFIG = {
     "name": "name",
     "experiment": "experiment",
@@ -46,7 +47,7 @@ IN_CONFIG = {
     "steps": "train.steps",
     "tasks": "eval.tasks",
 }
-# Params are text in MLflow. These keys of run.json are read back as numbers.
+# Keys of run.json whose values are read back as numbers: params are text in MLflow.
 NUMBERS = {
     *("total", "active", "non_embedding", "scaling", "steps", "bytes_per_token"),
     *("flops_per_token", "version", "batch_tokens"),
@@ -87,7 +88,7 @@ def masked(value: Any, key: str = "") -> Any:
 
 
 def read_sweep(folder: Path) -> dict[str, Any]:
-    """Return sweep.json, which makes the runs beside it children of one parent, or nothing."""
+    """Return sweep.json, or nothing. It makes the runs of its folder children of one parent."""
     return read_table(folder / SWEEP_FILE)
 
 
@@ -112,7 +113,7 @@ def params(run_dir: Path) -> dict[str, str]:
     config = flat(read_table(run_dir / CONFIG_FILE))
     about = flat({"run": read_table(run_dir / RUN_FILE)})
     for key, other in IN_CONFIG.items():
-        # A value that differs is not a copy, and stays.
+        # Only an equal value is a copy.
         if other in config and about.get(f"run.{key}") == config[other]:
             del about[f"run.{key}"]
     return config | about
@@ -136,7 +137,7 @@ def tags(run_dir: Path) -> dict[str, str]:
     found = {
         "convention": about.get("convention"),
         "git_commit": commit,
-        # MLflow shows this one as the version of the source. It knows no "-dirty".
+        # MLflow shows this tag as the version of the source. It does not know "-dirty".
         "mlflow.source.git.commit": commit and str(commit).removesuffix("-dirty"),
         "host": env.get("host"),
         "python": env.get("python"),
@@ -147,9 +148,9 @@ def tags(run_dir: Path) -> dict[str, str]:
 
 
 def metrics(record: Record) -> dict[str, float]:
-    """Return every number of a record. Tokens and FLOPs are metrics too: each can be the x-axis."""
+    """Return every number of a record, with tokens and FLOPs, so that they can be the x-axis."""
     if record["kind"] == "event":
-        # Tags keep the latest event of each sort; as points at their steps, pages can mark all.
+        # Tags keep the latest event of each kind. As metrics, pages can mark all at their steps.
         found = {name(f"event/{record['event']}"): 1.0}
         if isinstance(record.get("world"), int):
             found["event/world"] = float(record["world"])
@@ -178,8 +179,7 @@ def event_tag(record: Record) -> tuple[str, str]:
 
 
 def name(key: str) -> str:
-    """Return a valid name. MLflow treats names as paths and refuses most punctuation."""
-    # `..` and `//` would resolve to another name.
+    """Return a valid name. MLflow treats names as paths, and refuses most punctuation."""
     clean = re.sub(r"[^\w\-. :/]", "_", key, flags=re.ASCII)[:MAX_NAME]
     return posixpath.normpath(clean).lstrip("/.") or "_"
 
@@ -191,13 +191,10 @@ def clip(value: str) -> str:
 def keep(
     experiment: str, paths: Sequence[Path] = (), forecasts: Sequence[Path] = (), **about: Any
 ) -> str | None:
-    """Copy files to the run of a whole sweep; return a line if that failed.
-
-    The files on disk are the authoritative copy, so a failure loses nothing.
-    """
+    """Copy files to the run of a whole sweep; return a line if that failed, which loses nothing."""
     uri = configured()
-    if uri is None:
-        return None  # nobody uses MLflow here
+    if uri is None:  # nobody uses MLflow here
+        return None
     try:
         store = Store(uri)
         run_id = store.parent(experiment)
@@ -257,9 +254,9 @@ def search(client: Any, uri: str, experiment: str | None) -> Iterator[tuple[str,
 
 
 def record_of(run: Any) -> Record | None:
-    """Return what run.json has, from the params; None for a run that another program logged."""
+    """Rebuild run.json from a run's params; None for a run that another program logged."""
     given = run.data.params
-    # Earlier releases sent every key of run.json under `run.`, also those of the config.
+    # Earlier releases sent every key of run.json under `run.`, also copies of the config's values.
     found = {key.removeprefix("run."): text for key, text in given.items() if key[:4] == "run."}
     for key, other in IN_CONFIG.items():
         if other in given:
@@ -272,11 +269,13 @@ def record_of(run: Any) -> Record | None:
         place = record.setdefault(table, {}) if table else record
         try:
             place[last] = float(text) if last in NUMBERS else text
-            int(place[last] if last in NUMBERS else 0)  # fails for NaN and infinity
-        except (ValueError, TypeError, OverflowError):
+            finite = last not in NUMBERS or math.isfinite(place[last])
+        except (ValueError, TypeError):  # no number, or the table's name is also the key of a text
+            finite = False
+        if not finite:
             raise RunError(
                 f"run_id={run.info.run_id}: run.{key}={text!r} is no finite number; delete the run"
-            ) from None
+            )
     record["name"] = run.info.run_name
     record["steps"] = int(record.get("steps", 0))
     return record
@@ -293,9 +292,9 @@ def read(client: Any, run: Any) -> Run | None:
 
 
 def loads(client: Any, run_id: str) -> list[Record]:
-    """Return the load of each expert, from the file that goes along with the metrics."""
+    """Return the load of each expert from its file among the artifacts."""
     if not any(artifact.path == LOADS for artifact in client.list_artifacts(run_id)):
-        return []  # an older version sent this run, or the first minute is not over
+        return []  # an older release sent this run, or its first minute is not over
     with tempfile.TemporaryDirectory() as folder:
         return list(log.read(Path(client.download_artifacts(run_id, LOADS, folder))))
 

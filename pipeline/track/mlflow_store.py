@@ -21,7 +21,7 @@ SWEEP_ID = "sweep-"  # plus the experiment's name: the id of the run that stands
 KIND_TAG = "mlflow.experimentKind"
 KIND = "custom_model_development"
 _SETTINGS = {
-    # Fail fast: the sidecar does its own waiting, and MLflow's (7 tries of 120 s) would outlast it.
+    # Fail fast: the sidecar itself waits and tries again. MLflow would try 7 times for 120 s.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "10",
@@ -32,7 +32,7 @@ _SETTINGS = {
 
 
 class UnusableError(Exception):
-    """The store can never work under this address, or MLflow is not installed: do not wait."""
+    """This address can never work, or MLflow is not installed: do not try again."""
 
 
 def configure() -> None:
@@ -44,7 +44,7 @@ def configure() -> None:
 
 
 def resolve(stored: str) -> str:
-    """Return MLFLOW_TRACKING_URI, the store this run already uses, or a database in this folder."""
+    """Return MLFLOW_TRACKING_URI, the store that a run uses, or a database in this folder."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or stored or DEFAULT
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         # Absolute: `launch sync` may run in another folder later.
@@ -60,7 +60,7 @@ def configured() -> str | None:
 
 
 def public(uri: str) -> str:
-    """Return an address without user and password, as it may be written down."""
+    """Return an address without user and password, so that it may be saved and printed."""
     parts = urlsplit(uri)
     if "@" not in parts.netloc:
         return uri
@@ -68,7 +68,7 @@ def public(uri: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Describe an exception in one line. MLflow's quote the whole address, with the password."""
+    """Describe an exception in one line, without the password that MLflow's messages quote."""
     line = re.sub(r"//[^/\s@]*@", "//", " ".join(str(error).split()))  # user:password@
     silent = re.match(r"API request to (\S+?)/api/\S* failed with exception", line)
     return f"{silent[1]} does not answer" if silent else f"{type(error).__name__}: {line}"[:240]
@@ -97,7 +97,7 @@ class Store:
 
     def __init__(self, uri: str) -> None:
         if urlsplit(uri).scheme in {"", "file"} and not uri.startswith("databricks"):
-            # MLflow would create a folder of that name without a word.
+            # MLflow would silently create a folder of that name.
             raise UnusableError(_remedy(uri, "names a folder"))
         try:
             from mlflow import MlflowClient
@@ -110,7 +110,7 @@ class Store:
             if uri.startswith("sqlite:///"):
                 folder = _database(uri).parent
                 folder.mkdir(parents=True, exist_ok=True)
-                # The first use creates the tables. MLflow does not guard that against others.
+                # The first use creates the tables. MLflow does not lock out other processes.
                 with locked(folder / ".mlflow.lock", wait_s=60):
                     self.client = MlflowClient(uri)
                     self.client.search_experiments(max_results=1)
@@ -120,7 +120,7 @@ class Store:
             raise UnusableError(_remedy(uri, "is not supported by MLflow")) from None
 
     def has(self, run_id: str) -> bool:
-        """Return False if the store was wiped. A run that somebody deleted there stays deleted."""
+        """Return whether the store has a run. A run that somebody deleted there stays deleted."""
         from mlflow.exceptions import MlflowException
 
         if not run_id:
@@ -141,7 +141,7 @@ class Store:
     ) -> tuple[str, bool]:
         """Find or create a run; return its MLflow id, and whether it existed."""
         experiment_id = self._experiment(experiment)
-        # A request whose answer was lost may have created the run: look before creating another.
+        # A request whose answer was lost may have created the run, so search for it first.
         found = self.client.search_runs(
             [experiment_id],
             f"tags.`{ID_TAG}` = '{identity}'",
@@ -154,7 +154,7 @@ class Store:
         return run.info.run_id, False
 
     def parent(self, experiment: str) -> str:
-        """Return the run that stands for a whole sweep. Whoever needs it first creates it."""
+        """Return the run that stands for a whole sweep; create it if there is none."""
         identity = f"{SWEEP_ID}{experiment}"
         run_id, existed = self.open(experiment, "sweep", identity, None)
         first = run_id if existed else self.open(experiment, "sweep", identity, None)[0]
@@ -170,7 +170,7 @@ class Store:
             try:
                 return str(self.client.create_experiment(name, tags={KIND_TAG: KIND}))
             except MlflowException:
-                # Another run of the same sweep may have created it meanwhile.
+                # Another run of the same sweep may have created it since.
                 found = self.client.get_experiment_by_name(name)
                 if found is None:
                     raise
@@ -179,10 +179,8 @@ class Store:
         return str(found.experiment_id)
 
     def highest_step(self, run_id: str, keys: Sequence[str]) -> int | None:
-        """Return the last step that arrived, from any metric that every record has.
-
-        A batch is one transaction, and a record is never split between two.
-        """
+        """Return the last step that arrived, by the first of these metrics that has values. Every
+        record has them all, and a record is never split between two transactions."""
         for key in keys:
             history = self.client.get_metric_history(run_id, key)
             if history:
@@ -190,10 +188,10 @@ class Store:
         return None
 
     def describe(self, run_id: str, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Set params and tags. MLflow never changes a param: those it has stay as they are."""
+        """Set tags, and params that MLflow does not have yet: it never changes a param."""
         from mlflow.entities import Param
 
-        # Sending another value for a known param is an error, and a resume may have changed some.
+        # A resumed run may have other values, and sending another value would be an error.
         known = self.client.get_run(run_id).data.params
         new = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(new), MAX_PARAMS):
@@ -204,10 +202,8 @@ class Store:
     def send(
         self, run_id: str, points: Sequence[tuple[str, float, int, int]], tags: Mapping[str, str]
     ) -> None:
-        """Send metrics as (name, value, time in ms, step). Sending one again stores it once.
-
-        All four are the key of MLflow's table, so the time is the record's and never now.
-        """
+        """Send metrics as (name, value, time in ms, step). All four are the key of MLflow's table,
+        so a metric sent twice is stored once. The time has to be that of the record."""
         from mlflow.entities import Metric, RunTag
 
         all_tags = [RunTag(key, value) for key, value in tags.items()]

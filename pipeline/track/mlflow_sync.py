@@ -1,4 +1,4 @@
-"""Copy a run's log to MLflow: what to send, how far it got, and `launch sync`."""
+"""Copy a run's log to MLflow: the records to send, the progress so far, and `launch sync`."""
 
 import contextlib
 import json
@@ -22,13 +22,13 @@ from pipeline.track.mlflow_store import Store, UnusableError, configure, public,
 
 STATE_FILE = "mlflow.json"
 LOCK_FILE = "mlflow.lock"
-WAIT_S = 20.0  # for a server that does not answer when training has ended
+WAIT_S = 20.0  # how long to try a server that does not answer after training has ended
 POLL_S = 1.0
 LONGEST_PAUSE_S = 30.0
 CHUNK_RECORDS = 500
-BATCH_METRICS = 300  # per request: about 0.1 s of a server's time, so that a slow one keeps up
+BATCH_METRICS = 300  # per request: about 0.1 s of a server's time, so that a slow server keeps up
 LOADS_EVERY_S = 60.0
-# Metrics that every record of a kind has: they show how far a lost request got.
+# Metrics of every record of a kind, which show whether a request arrived whose answer was lost.
 ALWAYS_THERE = {
     "step": ("train/tokens", "train/loss"),
     "eval": ("eval/tokens", "eval/loss"),
@@ -38,26 +38,25 @@ ALWAYS_THERE = {
 
 @dataclass
 class State:
-    """How far MLflow has got with one run: mlflow.json in the run directory.
+    """The progress of copying one run: mlflow.json in the run directory.
 
-    Progress is the training step, not a place in the file: a resumed run writes the steps past
-    its checkpoint again. For events it is their sequence number ("seq").
-    """
+    Progress is the training step, not a position in the log: a resumed run logs the steps after
+    its checkpoint again. For events it is their sequence number ("seq")."""
 
-    # A tag of the MLflow run, by which it is found again if run_id is lost.
+    # A tag of the MLflow run, which finds the run again if run_id is lost.
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     uri: str = ""  # without user and password
     experiment: str = ""
     run_id: str = ""
     sent: dict[str, float] = field(default_factory=dict)  # kind → highest step, "seq" for events
-    sending: bool = False  # a batch is on its way: after a crash, ask the server what it has
+    sending: bool = False  # a batch is on its way: after a crash, ask the server if it arrived
     restarts: int = 0
     status: str = ""
     described: str = ""  # checksum of the files that params, tags and artifacts come from
 
 
 def load_state(run_dir: Path) -> State:
-    """Return the saved state, or a new one. Losing it costs a question to the server."""
+    """Return the saved state, or a new one: the server can restore a lost state."""
     try:
         found = TypeAdapter(State).validate_json(read_regular(run_dir / STATE_FILE))
     except (OSError, ValidationError):
@@ -72,7 +71,7 @@ def save_state(run_dir: Path, state: State) -> None:
 
 
 def _advance(record: Record, sent: dict[str, float]) -> bool:
-    """Note that a record is sent; return whether it is new."""
+    """Record the progress to a record; return whether the record is new."""
     key = "seq" if record["kind"] == "event" else record["kind"]
     number = record["seq" if key == "seq" else "step"]
     if number <= sent.get(key, -1.0):
@@ -84,9 +83,8 @@ def _advance(record: Record, sent: dict[str, float]) -> bool:
 class Feeder:
     """Send a run's records to MLflow, each once, whatever is restarted: run, feeder or server.
 
-    Call `pump` until it returns True. It raises what MLflow raises, and may be called again: a
-    batch is sent unchanged until it is acknowledged, and the store drops what it already has.
-    """
+    Call `pump` until it returns True. It raises MLflow's errors, and may be called again: a batch
+    is sent unchanged until MLflow acknowledges it, and the store drops records that it has."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -101,8 +99,9 @@ class Feeder:
         self._new_loads = True  # whether the log may have expert loads that MLflow does not have
         self._loads_at = 0.0
 
-    def pump(self, over: bool = False) -> bool:
-        """Send one batch, or whatever else changed; return True when MLflow has everything."""
+    def pump(self, over: bool) -> bool:
+        """Send one batch or, after the last one, files and status. Return True when MLflow has
+        everything. `over`: training has ended, and may not have logged that."""
         log = self._tail.path
         if not log.exists() or log.stat().st_size == 0:
             return True
@@ -131,7 +130,7 @@ class Feeder:
             state = State(id=state.id, uri=public(self.uri))  # another store: send everything
             self.state = state
         if not state.run_id:
-            # Save the id first: it finds the run if the answer to its creation is lost.
+            # Saved first, because the id finds the run if the answer to its creation is lost.
             save_state(self.run_dir, state)
             about = mlflow_runs.read_table(self.run_dir / RUN_FILE)
             state.experiment = str(about.get("experiment") or "isoflop")
@@ -167,7 +166,7 @@ class Feeder:
                 break
             for record in records:
                 if record["kind"] == "event":
-                    # Logs of earlier releases have no numbers: use the time, but never go back.
+                    # Logs of earlier releases have no numbers: use the time, in increasing order.
                     time_ms = int(record["time"] * 1000)
                     self._sequence = record.get("seq") or max(time_ms, self._sequence + 1)
                     record["seq"] = self._sequence
@@ -184,7 +183,7 @@ class Feeder:
         records = 0
         for record in self._batch:
             found = mlflow_runs.metrics(record)
-            # A record is never split, so that one metric shows how far all of them got.
+            # A record is never split, so that one of its metrics shows that all arrived.
             if records and len(points) + len(found) > BATCH_METRICS:
                 break
             if record["kind"] == "event":
@@ -223,7 +222,7 @@ class Feeder:
             save_state(self.run_dir, self.state)
 
     def _upload_loads(self, store: Store, over: bool) -> None:
-        """Upload all expert loads again now and then: a file in MLflow cannot grow."""
+        """Upload all expert loads again from time to time: a file in MLflow cannot grow."""
         due = over or self.ended or time.monotonic() >= self._loads_at
         if not self._new_loads or not due:
             return
@@ -239,7 +238,7 @@ class Feeder:
             return
         status = mlflow_runs.STATUS[PHASES[self._phase["event"]]]
         if over and status == "RUNNING":
-            status = "FAILED"  # it ended without logging why
+            status = "FAILED"  # training ended without logging why
         if status != self.state.status:
             ended_ms = int(self._phase["time"] * 1000) if self.ended else None
             store.set_status(self.state.run_id, status, ended_ms)
@@ -248,7 +247,7 @@ class Feeder:
 
 
 def sync(run_dir: Path, wait_s: float = WAIT_S) -> Feeder:
-    """Send what MLflow does not have, in this process."""
+    """Send all records that MLflow does not have, in this process."""
     if not (run_dir / LOG_FILE).is_file():
         raise RunError(f"run={run_dir} has no {LOG_FILE}; name a run directory, such as runs/NAME")
     configure()
@@ -266,16 +265,15 @@ def sync(run_dir: Path, wait_s: float = WAIT_S) -> Feeder:
 def follow(
     feeder: Feeder, ended: Callable[[], bool], wait_s: float, stopping: Callable[[], bool]
 ) -> str:
-    """Feed until training has ended and everything is sent; return why it is not.
+    """Feed until training has ended and MLflow has everything; otherwise return the reason.
 
     After the end of training, or a signal to this process, a server that does not answer gets
-    `wait_s` more seconds.
-    """
+    `wait_s` more seconds."""
     deadline = float("inf")
     pause_s = POLL_S
     fault = ""
     while True:
-        over = ended()  # before pumping: what was logged before the end is then seen
+        over = ended()  # asked first, so that `pump` sees everything logged before the end
         if (over or stopping()) and deadline == float("inf"):
             deadline = time.monotonic() + wait_s
             pause_s = POLL_S
@@ -288,13 +286,13 @@ def follow(
             fault = ""
             pause_s = POLL_S
             if not done:
-                if over:  # the deadline is for a server that does not answer, not for a busy one
+                if over:  # the deadline is only for a server that does not answer
                     deadline = time.monotonic() + wait_s
                 if time.monotonic() < deadline:
                     continue
         except UnusableError as error:
             return str(error)
-        except Exception as error:  # MLflow raises many kinds, and none may end the feeding
+        except Exception as error:  # MLflow raises many kinds; none of them may end the feeding
             if not fault:
                 logging.warning("%s; records wait in the log", reason(error))
             fault = reason(error)

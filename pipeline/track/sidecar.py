@@ -1,8 +1,8 @@
 """The sidecar: a process beside training that feeds MLflow from the run's log.
 
 `python -m pipeline.track.sidecar RUN_DIR` runs it. Training never imports MLflow and never waits
-for it. If MLflow did not get everything, the sidecar prints one line on standard output; the rest
-goes to standard error, which is `mlflow.log` in the run directory.
+for it. If MLflow did not get everything, the sidecar prints one line on standard output. All other
+output goes to standard error, which is `mlflow.log` in the run directory.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Sidecar:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for training; the sidecar has to deliver
+                start_new_session=True,  # Ctrl-C is for training; the sidecar sends what is left
             )
 
     def _restart_if_killed(self) -> None:
@@ -63,16 +63,17 @@ class Sidecar:
                     return  # a full disk or a deleted directory: training reports it
 
     def finish(self, wait_s: float = WAIT_S) -> str:
-        """Let it send the rest; return a line to show if MLflow did not get everything."""
+        """Let the sidecar send the rest; return a line to show if MLflow did not get everything."""
         with self._lock:
             self._ending.set()
         try:
-            for _ in range(2):
+            for attempt in range(2):
+                if attempt == 1:  # the sidecar was killed: a new one sends the rest
+                    self.process = self._start()
                 # The sidecar gives up by itself before this time-out.
                 printed, _ = self.process.communicate(timeout=wait_s + 10)
                 if self.process.returncode == 0:
                     return printed.strip()
-                self.process = self._start()  # it was killed: a new one sends what is missing
             fault = "the sidecar was killed"
         except subprocess.TimeoutExpired:
             fault = "MLflow is slow"
@@ -89,14 +90,14 @@ def _behind(run_dir: Path, fault: str) -> str:
 
 
 def _stdin_closed() -> bool:
-    """Whether the launcher has ended, however it did."""
+    """Return whether the launcher has ended, in any way."""
     return bool(select.select([0], [], [], 0)[0]) and os.read(0, 1 << 16) == b""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Feed MLflow until standard input closes. Exit status 1 asks to be started again."""
     run_dir = Path(arguments[0])
-    # A preempted job gets SIGTERM: training still saves and logs that, so deliver it first.
+    # A preempted job gets SIGTERM. Training still saves and logs the save, which has to be sent.
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with contextlib.suppress(OSError):
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 def _feed(run_dir: Path, stopping: Callable[[], bool]) -> str:
     try:
         while True:
-            # The sidecar of an interrupted run may still be at work, or `launch sync`.
+            # `launch sync` or the sidecar of an interrupted run may still hold the lock.
             with locked(run_dir / LOCK_FILE, wait_s=WAIT_S) as alone:
                 if alone:
                     write_environment(run_dir)

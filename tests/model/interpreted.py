@@ -129,13 +129,14 @@ def loss_with(terms, targets: Tensor, **options):
     """The loss of hidden states and head weights, with one of the two cross-entropies."""
 
     def form(h: Tensor, weight: Tensor) -> list[Tensor]:
-        loss.terms = terms
+        loss.eager_terms = terms
         return [sum(loss.next_token_loss(h, weight, targets, **options))]
 
     return form
 
 
 def cross_entropy(dtype: torch.dtype) -> None:
+    forms = (loss_kernel.cross_entropy, loss.eager_terms)
     for tokens, vocab, chunk in ((5, 50, 2), (3, 4096, 3), (3, 9001, 2), (2, 20000, 8)):
         h = 3 * torch.randn(tokens, 4)
         weight = torch.randn(vocab, 4)
@@ -144,10 +145,7 @@ def cross_entropy(dtype: torch.dtype) -> None:
         cases = ((0.0, None, 0.0), (1e-2, None, 0.1), (1e-2, 5.0, 0.0), (0.0, 5.0, 0.3))
         for z_loss, softcap, smoothing in cases:
             options = {"z_loss": z_loss, "softcap": softcap, "smoothing": smoothing}
-            kernel, plain = (
-                loss_with(terms, targets, chunk=chunk, **options)
-                for terms in (loss_kernel.cross_entropy, loss.eager_terms)
-            )
+            kernel, plain = (loss_with(form, targets, chunk=chunk, **options) for form in forms)
             same(kernel, plain, h.to(dtype), weight.to(dtype))
 
 

@@ -135,10 +135,10 @@ def test_a_cached_step_equals_the_whole_forward_pass(kind):
             torch.testing.assert_close(
                 got[1], expected, atol=1e-4, rtol=1e-4, msg=f"{position}, {scores}, {padding}"
             )
-        if kind.startswith("mla"):  # arXiv 2405.04434, table 1: (latent + rope part) × layers
-            assert cache.bytes_per_token == (16 + 4) * 2 * 4
-        else:
-            assert cache.bytes_per_token == 2 * KINDS[kind]["kv_heads"] * 8 * 2 * 4
+        # arXiv 2405.04434, table 1: in each layer, MLA caches the latent and the rope part.
+        numbers = 16 + 4 if kind.startswith("mla") else 2 * KINDS[kind]["kv_heads"] * 8
+        kept = [tensor[0, 0] for layer in cache.layers for tensor in layer.kept]
+        assert sum(tensor.nbytes for tensor in kept) == numbers * 2 * 4
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Other ways from text to tokens: `python -m pipeline.bench.peers.data_programs NAME ARGUMENTS`.
 
-Each runs in a separate process and prints what it measured as JSON. It imports its libraries
-within the measured time where a user would.
+Each program runs in a separate process and prints its measurements as JSON. The measured time
+includes imports where a user would wait for them.
 """
 
 import json
@@ -15,10 +15,8 @@ _tokenizers: dict[str, Any] = {}  # by model; every worker process opens its own
 
 
 def encode(model: str, path: str, which: str) -> tuple[float, str]:
-    """One pass of a tokenizer (`ours` or `sentencepiece`): seconds, and a checksum of the ids.
-
-    In a new process, because gigatoken remembers words: a second pass would be faster.
-    """
+    """Return the seconds of one pass of a tokenizer (`ours` or `sentencepiece`), and a checksum of
+    the ids. Every pass needs a new process: gigatoken remembers words and would be faster."""
     import numpy as np
     import xxhash
 
@@ -40,7 +38,7 @@ def encode(model: str, path: str, which: str) -> tuple[float, str]:
 
 
 def plain_pool(model: str, out: str, *paths: str) -> float:
-    """Two plain processes: the least that a data stage can do. Returns seconds."""
+    """Return the seconds of two plain processes, which do the least that a data stage can do."""
     began = time.perf_counter()
     tasks = [(model, path, f"{out}{number}") for number, path in enumerate(paths)]
     with get_context("spawn").Pool(2) as pool:
@@ -65,7 +63,7 @@ def _convert_file(task: tuple[str, str, str]) -> None:
 
 
 def datasets_map(model: str, cache: str, *paths: str) -> tuple[float, float]:
-    """Hugging Face datasets as in nanoGPT's prepare.py: seconds to a token file, and to Arrow."""
+    """Run Hugging Face datasets as in nanoGPT's prepare.py; return seconds to tokens and Arrow."""
     import datasets
     import numpy as np
 
@@ -78,7 +76,7 @@ def datasets_map(model: str, cache: str, *paths: str) -> tuple[float, float]:
     mapped_s = time.perf_counter() - began
     parts = min(1024, len(data))
     position = 0
-    # Written in parts, because all tokens may not fit into memory.
+    # In parts, because all tokens may not fit into memory.
     tokens = np.memmap(f"{cache}.bin", np.uint16, "w+", shape=(sum(data["length"]),))
     for part in range(parts):
         shard = data.shard(parts, part, contiguous=True).with_format("numpy")
@@ -99,7 +97,7 @@ def _encode_batch(batch: dict[str, list[str]], model: str) -> dict[str, list[Any
 
 
 def datatrove(model: str, out: str, *paths: str) -> tuple[float, float]:
-    """datatrove as in its examples: seconds to tokens, and with the rules of data/code.toml."""
+    """Run datatrove as in its examples; return seconds to tokens, plain and with data/code.toml."""
     import gigatoken
     from datatrove.executor.local import LocalPipelineExecutor
     from datatrove.pipeline import dedup

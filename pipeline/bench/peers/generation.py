@@ -21,12 +21,12 @@ from pipeline.model.stack import Decoder
 from pipeline.planner import count as account
 from pipeline.train.measure import device_name
 
-# Of the first logits. Those of models with different weights differ by several units.
+# The largest difference of the first logits. With different weights they differ by several units.
 _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
 def random_model(spec: RunSpec, device: str, dtype: torch.dtype) -> Decoder:
-    """Build a model with random weights. None of them is zero, so that every layer counts."""
+    """Build a model with random weights. No matrix is zero, so that every layer has an effect."""
     hub_family(spec.model)  # refuse before building
     cfg = spec.model.model_copy(update={"init_out": "same", "head_std": None})
     model = build_model(cfg)
@@ -67,14 +67,14 @@ class Sides:
         self._model = model
         family = hub_family(model.cfg)
         tensors = hub_state(model, family, self.dtype)
-        # In their own layout: a view of a matrix that we have transposed could be slower.
+        # A copy in their layout: a view of a matrix that we store by columns could be slower.
         state = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors}
         shape = AutoConfig.for_model(**hub_config(model.cfg, family, None, self.dtype))
         load = getattr(transformers, family.architecture).from_pretrained
         peer = load(None, config=shape, state_dict=state, dtype=self.dtype)
         self._peer = peer.to(self.device).eval()
         lay_out(model)  # as `launch generate` does
-        # Some classes force tokens or stop at some. Without these, both sides generate as many.
+        # The default settings of some classes force tokens or stop early; ours do neither.
         self._peer.generation_config = GenerationConfig()
         torch.manual_seed(0)
         read_BS = torch.randint(model.cfg.vocab, (rows, prompt_tokens), device=self.device)

@@ -1,4 +1,4 @@
-"""Other trainers of a model of the same shape, to compare our step with."""
+"""Other trainers of a model of the same shape, with which our step is compared."""
 
 from collections.abc import Sequence
 
@@ -37,26 +37,25 @@ class Twin:
 class HuggingFace:
     """Hugging Face's model as in their examples, compiled if ours is.
 
-    Weights in the run's dtype without masters, SDPA, fused AdamW even if ours is Muon.
-    With `mixed`, weights are fp32 and matmuls bf16 by autocast, as their Trainer does it with
-    bf16=True. It then stores as much as ours.
-    """
+    The weights have the run's dtype and no masters; attention is SDPA, the optimizer fused AdamW,
+    even if ours is Muon. With `mixed`, the weights are fp32 and autocast makes matmuls bf16, as in
+    their Trainer with bf16=True. This needs as many bytes per parameter as our engine."""
 
     name = "HF"
     about = f"transformers {__version__}"
 
     def __init__(self, config: RunConfig, world: World, *, mixed: bool = False) -> None:
         adam = config.optim.optimizer
-        self._rate = 1.0  # theirs, relative to ours
-        if isinstance(adam, Muon):  # whose rate is of matrices, and too high for AdamW
+        self._rate = 1.0  # factor of our rate
+        if isinstance(adam, Muon):  # its rate for matrices is too high for AdamW
             adam = AdamW(beta2=0.95)
             tokens = config.train.steps * config.train.batch_tokens
             peak = adamw_peak(config.model, params(config.model), tokens).value
             self._rate = peak / config.optim.lr
         bf16 = config.train.dtype == "bf16"
         architecture, table = describe(config)
-        # Random weights with our init_std, so that the first losses nearly agree. transformers
-        # knows no scaling by the inputs, and every logit is near 0 with its usual 0.02.
+        # Random weights have our init_std, so that the first losses nearly agree. transformers does
+        # not scale by the inputs; with its usual 0.02 every logit is near 0.
         if config.model.init == "fan_in":
             table["initializer_range"] = 0.02
         # The usual special tokens of a family may lie beyond our vocabulary.
@@ -140,7 +139,7 @@ def describe(config: RunConfig) -> tuple[str, dict[str, object]]:
 def hub_family(cfg: Model) -> Family:
     """Return the family of the same shape; raise ConfigError if transformers has no class."""
     family = choose_family(cfg)
-    if family.kind == "isoflop":  # whose modeling file exists only in exported directories
+    if family.kind == "isoflop":  # its modeling file exists only in exported directories
         text = f"model.arch={cfg.arch}: transformers has no class for this model"
         raise ConfigError(f"{text}; compare another, such as --arch dense")
     return family
