@@ -24,33 +24,38 @@ app = typer.Typer(
 )
 
 
-SOURCE_HELP = "python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
+SOURCE_HELP = "Text: a file, directory, glob, hf:NAME[:split], python or synthetic. Repeatable."
 LIMIT_HELP = "Bytes to read of each --source; the files of a directory or glob share it."
 # Both commands read text in the same way.
 LimitBytes = Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)]
 TextKey = Annotated[str | None, typer.Option(help="Column with the text (default: text).")]
-_PAIRS = "Columns with a text and its translation, such as en,de; more are more languages."
+_PAIRS = "Columns with the same text in two or more languages, such as en,de."
 Pairs = Annotated[str | None, typer.Option(metavar="SOURCE,TARGET", help=_PAIRS)]
-# Options of prepare. Without a value, --config decides, and then the default of the recipe.
+# Options of prepare. One that is not given has the value of --config, or the recipe's default.
 _SHARDS = "Directory for the shards."
 Shards = Annotated[Path, typer.Option("--out", parser=parse_output, metavar="PATH", help=_SHARDS)]
-RecipeName = Annotated[str | None, typer.Option(help="Name in configs/data, or a TOML file.")]
-VocabSize = Annotated[int | None, typer.Option(help="Train BPE of this size (default: 4096).")]
-GivenTokenizer = Annotated[Path | None, typer.Option(help="Use this SentencePiece .model instead.")]
+_RECIPE = "Recipe, a name in configs/data or a TOML file."
+RecipeName = Annotated[str | None, typer.Option(help=_RECIPE)]
+_VOCAB_SIZE = "Number of pieces of the tokenizer to train (default: 4096)."
+VocabSize = Annotated[int | None, typer.Option(help=_VOCAB_SIZE)]
+_TOKENIZER = "SentencePiece .model to use, instead of training one."
+GivenTokenizer = Annotated[Path | None, typer.Option(help=_TOKENIZER)]
 Workers = Annotated[int | None, typer.Option(min=1, help="Ray workers (default: all CPUs).")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Sampling seed (default: 0).")]
-_VALID_SHARE = "Share to hold out (default: 0.01)."
+_VALID_SHARE = "Share of the documents to hold out (default: 0.01)."
 ValidShare = Annotated[float | None, typer.Option(min=0, max=0.5, help=_VALID_SHARE)]
 _MALFORMED_SHARE = "Stop if a larger share of documents is malformed."
 MalformedShare = Annotated[float, typer.Option(min=0, max=1, help=_MALFORMED_SHARE)]
-_RECIPE_SETTINGS = "KEY=VALUE of the recipe, such as seed=1."
+_RECIPE_SETTINGS = "One setting of the recipe as KEY=VALUE, such as seed=1. Repeatable."
 RecipeSettings = Annotated[list[str] | None, typer.Option("--set", help=_RECIPE_SETTINGS)]
 # Options of tokenizer.
-Kind = Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")]
-_SPECIALS = "A control piece; repeatable (default: <pad> <mask>)."
+_KIND = "Kind of model: bpe or unigram. unigram encodes several times slower."
+Kind = Annotated[str, typer.Option(help=_KIND)]
+_SPECIALS = "Control piece, which text never produces. Repeatable (default: <pad> and <mask>)."
 Specials = Annotated[list[str] | None, typer.Option(help=_SPECIALS)]
-Weights = Annotated[list[str] | None, typer.Option(help="SOURCE=WEIGHT (default: by size).")]
-_SAMPLE_BYTES = "Bytes to train on (default: by vocabulary)."
+_WEIGHTS = "Weight of a source in the sample, as SOURCE=WEIGHT. Repeatable (default: by size)."
+Weights = Annotated[list[str] | None, typer.Option(help=_WEIGHTS)]
+_SAMPLE_BYTES = "Bytes of text to train on (default: by vocabulary)."
 SampleBytes = Annotated[int | None, typer.Option(min=1, help=_SAMPLE_BYTES)]
 PREPARE_EXAMPLES = examples(
     "launch data prepare --source python --out data/python",
@@ -128,8 +133,8 @@ def prepare(
 
 
 def _refuse_both(**options: object) -> None:
-    given = [f"{name.replace('_', '-')}={value}" for name, value in options.items()]
     if None not in options.values():
+        given = [f"{name.replace('_', '-')}={value}" for name, value in options.items()]
         raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
 
 
@@ -172,7 +177,7 @@ def train_tokenizer(
     out: Annotated[
         Path, typer.Option(parser=parse_output, metavar="PATH", help="The .model file to write.")
     ],
-    vocab_size: Annotated[int, typer.Option(help="Pieces, with bytes and controls.")] = 32768,
+    vocab_size: Annotated[int, typer.Option(help="Number of pieces of all kinds.")] = 32768,
     kind: Kind = "bpe",
     special: Specials = None,
     weight: Weights = None,
@@ -196,7 +201,7 @@ def train_tokenizer(
         "limit_bytes": limit_bytes,
         "text_key": text_key,
         "train": train,
-        # A tokenizer's sample uses the weights of the mixture, which otherwise apply to batches.
+        # The weights of a mixture apply to the tokenizer's sample, too.
         "mixture": {"weights": _weights(weight, source)} if weight else None,
     }
     made = make_tokenizer(load_recipe(None, settings), out)
@@ -254,12 +259,14 @@ def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _plain(key: str, value: Any) -> str:
-    """A figure of `launch data inspect` in words; its JSON form has the values themselves."""
+    """Return a value of `launch data inspect` as text."""
     if key == "most_frequent":  # pieces with their shares of all tokens
         return "  ".join(f"{piece!r} {share:.1%}" for piece, share in value)
-    if isinstance(value, tuple):  # what a stage dropped for one reason
+    if isinstance(value, tuple):  # dropped by a stage for one reason
         return f"{value[0]:,} documents, {value[1]:,} bytes"
-    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "–" if value is None else str(value)
 
 
 @contextmanager
@@ -283,8 +290,7 @@ def _progress(quiet: bool) -> "Iterator[Report]":
 
             yield draw
     else:
-        # Tenths that were printed: at most eleven lines per stage in a log file.
-        shown: dict[str, int] = {}
+        shown: dict[str, int] = {}  # stage → last tenth printed
 
         def line(what: str, done: int, total: int) -> None:
             tenth = done * 10 // max(total, 1)

@@ -54,8 +54,8 @@ class Input(NamedTuple):
     text: str
     prompt: list[int]  # first tokens of the decoder
     source: list[int] | None  # input of the encoder, if there is one
-    # The tokens before the new ones in the same text: alone, with the tokenizer of Llama, the new
-    # ones would lose their first space. An answer is tokenized alone in fine-tuning.
+    # Tokens to decode together with the new ones, because Llama's tokenizer removes the first space
+    # of a text. Empty for an answer, which fine-tuning tokenizes alone.
     before: tuple[int, ...] = ()
 
 
@@ -120,7 +120,7 @@ def generate(
             best = decode.beam_search(model, one.prompt, max_new, pieces.eod, beam, one.source)[0]
             _print(one, list(best.tokens), pieces, as_json, log_likelihood=best.score)
     else:
-        # Some at a time: the cache of a long file of prompts would not fit.
+        # In groups, because the cache of all prompts of a long file would not fit.
         for at in range(0, len(inputs), AT_ONCE):
             few = inputs[at : at + AT_ONCE]
             # The seed of a prompt does not depend on the other prompts of its batch.
@@ -138,7 +138,7 @@ def _inputs(
     from_: str | None,
     to: str | None,
 ) -> list[Input]:
-    """Return the inputs for each text, which is given as the user wrote it and with examples."""
+    """Return the inputs of the model for each pair of a text as written and with examples."""
     from pipeline.config.objective import Answers
     from pipeline.config.spans import MODES, Mixture
 

@@ -1,7 +1,7 @@
 """Options that several commands share, each defined once as an annotated type.
 
-A command writes `as_json: AsJson = False`; the default stays with the command. In all commands, a
-help text has a variable if its option would not fit on one line.
+A command writes `as_json: AsJson = False`, so each command has its own default. A help text has a
+variable if its option would not fit on one line.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _RECIPE = "Training recipe, a name in configs/recipe (default: the architecture'
 Recipe = Annotated[str | None, Option(help=_RECIPE)]
 Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
 ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]
-_SETTINGS = "KEY=VALUE; overrides every other source. Repeatable."
+_SETTINGS = "One setting as KEY=VALUE, which overrides every other source. Repeatable."
 Settings = Annotated[list[str] | None, Option("--set", help=_SETTINGS)]
 
 # A trained run.
@@ -67,7 +67,7 @@ PointsFile = Annotated[
     Path | None, Option("--points", parser=parse_path, metavar="PATH", help=_POINTS_FILE)
 ]
 _LAW = (
-    "auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
+    "Law to fit: auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
     "data-constrained, compute or power."
 )
 Law = Annotated[str, Option(help=_LAW)]
@@ -77,6 +77,5 @@ DropHighest = Annotated[int, Option(help="Leave out this many of the largest los
 
 
 def examples(*lines: str) -> str:
-    """Return an epilog with one example per line."""
-    # typer joins lines that no blank line separates.
-    return "Examples:\n\n" + "\n\n".join(lines)
+    """Return the examples of a command's help, one per line."""
+    return "Examples:\n\n" + "\n".join(lines)

@@ -41,7 +41,7 @@ def show(
     size: Size = "1b",
     arch: Arch = None,
     recipe: Recipe = None,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1)] = 8,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs to plan for.", min=1)] = 8,
     cluster: Cluster = None,
     config: ConfigFile = None,
     sets: Settings = None,
@@ -142,8 +142,8 @@ def _parts(model: Model) -> list[str]:
 
 
 def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
-    """One row per ZeRO stage and ep. One of them is recommended, or none fits."""
-    # The spec still knows which settings are "auto". Only those vary.
+    """Return a row per ZeRO stage and ep, and the recommended one, or None if none fits."""
+    # Only settings that are "auto" in the spec vary between the layouts.
     estimates = plan(config, ranks, spec)
     chosen = recommend(spec, estimates)
     rows = [estimate.figures() for estimate in estimates]
@@ -151,7 +151,7 @@ def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
     if chosen is not None:
         found["recommended"] = rows[estimates.index(chosen)]  # the same object, to mark its row
     elif config.cluster.memory_bytes:
-        # Doublings of --gpus. The first one that fits is the advice.
+        # Doublings of --gpus; the first one that fits is printed.
         more = enough_gpus(config, ranks, DeviceMemory(config.cluster.memory_bytes))
         found["enough_gpus"] = next((layout.ranks for layout in more), None)
     return found
@@ -227,7 +227,7 @@ def _memory_table(f: dict[str, Any]) -> "Table":
 
 
 def _layout_table(f: dict[str, Any]) -> "Table":
-    """The layouts that fit, and for a ZeRO stage where none does, the smallest."""
+    """Return the layouts that fit; if none of a ZeRO stage fits, its smallest one."""
     from rich.text import Text
 
     title = f"predicted on {f['ranks']} × {f['cluster']}, {f['dtype']}; GiB needed and sent per GPU"

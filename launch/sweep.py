@@ -40,10 +40,9 @@ _GPUS_PER_NODE = "GPUs of a run (default: one per process, 0 without a cluster).
 GpusPerNode = Annotated[int | None, Option(help=_GPUS_PER_NODE, min=0)]
 _AFTER = "SLURM job that must succeed first, such as that of the data."
 After = Annotated[str | None, Option(help=_AFTER)]
-ThenFit = Annotated[bool, Option("--fit", help="Afterwards fit the law, in another job.")]
-Cpu = Annotated[
-    bool, Option("--cpu", help="Allow a sweep for GPUs with none here; otherwise no effect.")
-]
+ThenFit = Annotated[bool, Option("--fit", help="Submit another job that fits the law afterwards.")]
+_CPU = "Train a sweep for GPUs even if this machine has none."
+Cpu = Annotated[bool, Option("--cpu", help=_CPU)]
 CORE_FLOPS_S = 7e10  # FLOP/s of one core: two train the sweep `cpu` in three minutes
 
 
@@ -131,7 +130,7 @@ def _report(
         "failed": done.failed,
         "missing": [m.name for m in every if m.name not in {*finished, *done.failed}],
     }
-    # After a failure or Ctrl-C too: the page shows the runs that exist.
+    # Also after a failure or Ctrl-C, because the page shows the runs that exist.
     note = show_all(root, track=track) if finished else None
     if note:
         typer.echo(note, err=True)
@@ -208,7 +207,7 @@ def _submit(
 
 
 def _submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
-    """Submit this same command as a job after another, whose data or trunks it needs."""
+    """Submit this command again, as a job that starts after the job with its data or trunks."""
     from pipeline.config.layers import load_cluster
     from pipeline.slurm.submit import command, tidy
 
@@ -253,7 +252,7 @@ def _display(
     printed: set[str] = set()
     console.print(f"{before} of {len(members)} runs have finished, {missing} to go")
 
-    # `show` is called several times a second; a line is printed at its first occurrence.
+    # `show` is called several times a second, but each line is printed once.
     def once(text: str, style: str = "") -> None:
         if text not in printed:
             printed.add(text)

@@ -23,7 +23,7 @@ def print_json(data: Any) -> None:
 
 
 def new_console() -> "Console":
-    """A console for tables: as wide as the terminal, or 120 columns in a pipe or file."""
+    """Return a console for tables: as wide as the terminal, or 120 columns in a pipe or file."""
     from rich.console import Console
 
     # rich would color every number.
@@ -37,7 +37,7 @@ def table(
     rows: Iterable[Sequence["str | Text"]],
     texts: Collection[str] = (),
 ) -> "Table":
-    """A table whose first column and `texts` are aligned left; all other columns are numbers."""
+    """Return a table with its first column and `texts` aligned left, and numbers aligned right."""
     from rich.table import Table
     from rich.text import Text
 

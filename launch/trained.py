@@ -21,10 +21,28 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 8  # or as many as there are CPUs, if these are more; each loads the model
 
-app = typer.Typer()
-
+Data = Annotated[Path | None, Option(help="Prepared data (default: the data of the run).")]
+_BATCHES = "Held-out batches (default: as many as in training)."
+Batches = Annotated[int | None, Option(min=1, help=_BATCHES)]
+_TASKS = "File of questions (JSON lines), or the name of a task of lm-eval. Repeatable."
+Tasks = Annotated[list[str] | None, Option(help=_TASKS)]
+_QUESTIONS = "Questions per task, evenly spaced, or the first for lm-eval (default: all)."
+Questions = Annotated[int | None, Option(min=1, help=_QUESTIONS)]
+_SHOTS = "Examples before each question, for tasks of lm-eval."
+Shots = Annotated[int | None, Option(min=0, help=_SHOTS)]
+_TASK_DIR = "Directory with more lm-eval tasks, as YAML files."
+TaskDir = Annotated[Path | None, Option(help=_TASK_DIR)]
+_NPROC = "Processes that share the tasks (default: one per GPU)."
+Nproc = Annotated[int | None, Option(min=1, help=_NPROC)]
 _TO = "Directory to write, for transformers' Auto classes."
+To = Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_TO)]
+Dtype = Annotated[str, Option(help="Precision of the exported weights: fp32 or bf16.")]
+_FROM = "Directory that `save_pretrained` of transformers wrote."
+Source = Annotated[Path, Option("--from", help=_FROM)]
 _OUT = "Directory to create, with a checkpoint at step 0."
+Out = Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_OUT)]
+
+app = typer.Typer()
 
 
 @app.command(
@@ -39,29 +57,13 @@ _OUT = "Directory to create, with a checkpoint at step 0."
 )
 def evaluate(
     run: RunPath,
-    data: Annotated[
-        Path | None, Option(help="Prepared data; by default the data of the run.")
-    ] = None,
-    batches: Annotated[
-        int | None, Option(min=1, help="Held-out batches; by default as many as in training.")
-    ] = None,
-    tasks: Annotated[
-        list[str] | None,
-        Option(help="A JSON-lines file of questions, or a task of lm-eval. Repeatable."),
-    ] = None,
-    questions: Annotated[
-        int | None,
-        Option(min=1, help="Questions per task, evenly spaced (lm-eval: the first). Default: all."),
-    ] = None,
-    shots: Annotated[
-        int | None, Option(min=0, help="Examples before each question, for tasks of lm-eval.")
-    ] = None,
-    task_dir: Annotated[
-        Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")
-    ] = None,
-    nproc: Annotated[
-        int | None, Option(min=1, help="Processes that share the tasks; by default one per GPU.")
-    ] = None,
+    data: Data = None,
+    batches: Batches = None,
+    tasks: Tasks = None,
+    questions: Questions = None,
+    shots: Shots = None,
+    task_dir: TaskDir = None,
+    nproc: Nproc = None,
     tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -104,8 +106,8 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
     # An imported model may have no tokenizer to compare with, and its vocabulary may be larger.
     pieces = corpus.manifest.tokenizer.vocab + config.objective.special_ids
     if pieces > config.model.vocab:
-        has = f"{pieces:,} pieces, and the model {config.model.vocab:,}"
-        raise ConfigError(f"--data {where} has {has}; {remedy}")
+        more = f"{pieces:,} pieces, and the model {config.model.vocab:,}"
+        raise ConfigError(f"--data {where} has {more}; {remedy}")
     # By default the batches that training evaluates on, so that the run's log is comparable.
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():
@@ -202,7 +204,7 @@ def _refuse_options(
 
 
 def warn_of_labels(run: Path, config: "RunConfig") -> None:
-    """Warn of a run that was fine-tuned on labels only."""
+    """Warn that a run was fine-tuned on labels only."""
     from pipeline.config.objective import Labels
 
     objective = config.objective
@@ -214,7 +216,7 @@ def warn_of_labels(run: Path, config: "RunConfig") -> None:
 
 
 def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str, float | str]]:
-    """The task as the mean over its parts, and the parts if there are several."""
+    """Return a row for the task, the mean over its parts, and one per part if it has several."""
     from pipeline.tasks.likelihood import pairs_of, score_parts
     from pipeline.tasks.questions import mean
 
@@ -235,8 +237,8 @@ def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str,
 )
 def export_(
     run: RunPath,
-    to: Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_TO)],
-    dtype: Annotated[str, Option(help="fp32 or bf16.")] = "fp32",
+    to: To,
+    dtype: Dtype = "fp32",
     tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -296,10 +298,8 @@ def export_(
     ),
 )
 def import_(
-    source: Annotated[
-        Path, Option("--from", help="A directory that save_pretrained of transformers wrote.")
-    ],
-    out: Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_OUT)],
+    source: Source,
+    out: Out,
     as_json: AsJson = False,
 ) -> None:
     """Import a Hugging Face model; `launch pretrain --init OUT` continues its training."""

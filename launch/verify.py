@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pipeline.bench.equivalence import Layout, Outcome
 
 Processes = Annotated[int, Option("--nproc", min=1, help="Ranks; on GPUs, one per GPU.")]
-Layouts = Annotated[str, Option("--layouts", help="all, or names as printed, separated by commas.")]
-Dtype = Annotated[str, Option(help="fp32 or bf16.")]
+_LAYOUTS = "Layouts to compare: all, or printed names, separated by commas."
+Layouts = Annotated[str, Option("--layouts", help=_LAYOUTS)]
+Dtype = Annotated[str, Option(help="Precision: fp32 or bf16.")]
 
 
 app = typer.Typer()

@@ -32,7 +32,7 @@ AROUND = 4.0  # the law of a size is drawn this factor beyond its shortest and l
 STOPS_PER_DECADE = 20  # of the sliders
 DECADES_BELOW = 2  # range of the sliders around the largest run
 DECADES_ABOVE = 4
-GPUS = (1, 8, 64, 512)  # that the page offers: planning all sizes for a number takes a second
+GPUS = (1, 8, 64, 512)  # the choices on the page: to plan all sizes for one of them takes a second
 SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 
@@ -43,10 +43,11 @@ def law_data(
 
     `curved` are runs with whole logs, whose losses before the decay are points too.
     """
-    # Losses and accuracies have charts of their own.
-    made: dict[str, list[dict[str, Any]]] = {"forecasts": [], "task_forecasts": []}
-    for score in forecasts:
-        made["forecasts" if score.task is None else "task_forecasts"].append(dict(vars(score)))
+    # Losses and accuracies have separate charts.
+    made = {
+        "forecasts": [dict(vars(score)) for score in forecasts if score.task is None],
+        "task_forecasts": [dict(vars(score)) for score in forecasts if score.task is not None],
+    }
     try:
         points = points_of(runs)
         fitted = points if curved is None else with_curves(points, curved)
@@ -56,32 +57,37 @@ def law_data(
         return {"law": None, "warnings": [f"No law yet: {error}"], **made}
     used = _columns(done.fit.points)
     used["residual"] = _numbers(done.fit.residuals)
-    test = done.backtest
-    of_e = done.profile
     ratio = drawn_ratio(done, points)
+    sentences = [in_words(done, points, ratio), *about_targets(forecasts, fitted.run)]
+    sizes = {run.N: text(run.record.get("size")) for run in runs}
     return {
         **done.to_json(),
-        "plain": " ".join(
-            [in_words(done, points, ratio), *about_targets(forecasts, fitted.run)]
-        ).strip(),
+        "plain": " ".join(sentences).strip(),
         "line": line(done, points, ratio),
-        "size_lines": size_lines(
-            done, points, {run.N: text(run.record.get("size")) for run in runs}
-        ),
+        "size_lines": size_lines(done, points, sizes),
         "points_used": used,
-        "backtest_errors": test
-        and {"ratio": _numbers(test.ratio), "error": _numbers(np.expm1(test.errors))},
-        "profile": of_e
-        and {
-            "E": _numbers(of_e.E),
-            "objective": _numbers(of_e.objective),
-            "low": of_e.low,
-            "high": of_e.high,
-        },
+        "backtest_errors": _backtest_errors(done),
+        "profile": _profile(done),
         "isoflop": valleys(points, done),
         "grid": grid(done),
         **made,
     }
+
+
+def _backtest_errors(done: Study) -> dict[str, Any] | None:
+    test = done.backtest
+    if test is None:
+        return None
+    return {"ratio": _numbers(test.ratio), "error": _numbers(np.expm1(test.errors))}
+
+
+def _profile(done: Study) -> dict[str, Any] | None:
+    """Return the objective of the fit at fixed values of E, and the interval of E."""
+    found = done.profile
+    if found is None:
+        return None
+    curve = {"E": _numbers(found.E), "objective": _numbers(found.objective)}
+    return {**curve, "low": found.low, "high": found.high}
 
 
 def line(done: Study, points: Points, ratio: float | None) -> dict[str, Any] | None:

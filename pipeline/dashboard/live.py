@@ -158,7 +158,7 @@ class Watcher:
             experiment = named.most_common(1)[0][0]
             kinds = [text(record[key]) for key in ("arch", "recipe") if record.get(key)]
             name = " · ".join(part for part in (experiment, *kinds) if part != "?")
-            # For `launch fit`. It refuses a directory in which recipes or models are mixed.
+            # Options for `launch fit`, which refuses a directory with several recipes or models.
             options = f"--experiment {shlex.quote(experiment)}"
             if view.path is not None:
                 options = f"--runs {shlex.quote(str(view.path.parent))}"
@@ -174,7 +174,7 @@ class Watcher:
         views = [view.run for view in members.values()]
         runs = sorted(views, key=lambda run: (run.N, run.name))
         try:
-            # As `launch score`, among all runs: a forecast run may be of another experiment.
+            # Search all runs, like `launch score`: the forecast run may have another experiment.
             every = [view.run for _, view in self._views.values()]
             scores = score(self.source.forecasts(members), every)
         except Exception as error:  # one damaged forecast must not cost the law
@@ -183,7 +183,7 @@ class Watcher:
         basis = repr(([(r.name, r.finished, r.N, r.evals[-1:]) for r in runs], scores))
         if self._laws.get(group, ("",))[0] != basis:
             try:
-                # Whole logs: the views are thinned, and a plateau would end too early in them.
+                # Read whole logs: in the thinned ones a plateau would end too early.
                 whole = [
                     self.source.read(key, whole=True).curve
                     for key, view in members.items()
@@ -228,7 +228,7 @@ class Watcher:
             return None
 
     def everything(self) -> bytes:
-        """Return all answers in one, for a page without a server."""
+        """Return the answers to all requests, for a page without a server."""
         limit = max(MIN_POINTS, min(PAGE_POINTS, STATIC_POINTS // max(1, len(self.snapshot.runs))))
         pages = b",".join(
             b'"%b":%b' % (key.encode(), self.page(key, limit) or b"null")

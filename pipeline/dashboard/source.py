@@ -66,7 +66,7 @@ class Directories:
             raise
         if running:
             self._following[key] = (tail, log)
-        else:  # keep neither its file open nor spare rows in memory
+        else:  # close the file and free the spare rows
             tail.close()
             log.steps.reduce()
             log.evals.reduce()

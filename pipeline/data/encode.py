@@ -34,7 +34,7 @@ class Encoded(Frozen):
 
     source: str  # a task never mixes sources
     shards: dict[str, Shard]  # by split
-    stages: tuple[Stage, ...]  # without those that the sketch pass has counted
+    stages: tuple[Stage, ...]  # without the stages that the sketch pass has counted
     malformed: Malformed | None  # the first; all are in NAME.malformed
 
 

@@ -122,7 +122,7 @@ def mixed(sources: Sequence[SourceShare], mixture: "Mixture | None") -> tuple[So
 
 
 def check_mixture(mixture: "Mixture | None", names: Sequence[str]) -> None:
-    """Check what can be checked before tokens are counted."""
+    """Check the mixture as far as possible before tokens are counted."""
     if mixture is None:
         return
     unmatched = set(mixture.weights) ^ set(names)
@@ -176,7 +176,7 @@ def capped(weights: F64, limits: F64) -> F64:
 def places(weights: F64, most: I64) -> I64:
     """Return the samples of each source in a block: at least one, at most its limit.
 
-    What rounding down leaves goes to the sources with the largest remainders."""
+    The places left over by rounding down go to the sources with the largest remainders."""
     exact = weights * (BLOCK - len(weights))  # one place per source is reserved
     counts = np.minimum(1 + np.floor(exact).astype(np.int64), most)
     for _ in range(BLOCK - counts.sum()):

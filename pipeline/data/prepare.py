@@ -87,7 +87,7 @@ def prepare(
     against = _held_out_tasks(recipe, out, warn)
     pieces = [[astuple(piece) for piece in task] for task in [*tasks, *against]]
     inputs = xxhash.xxh3_128_hexdigest(repr(pieces).encode())
-    fingerprint = recipe.fingerprint(inputs)  # of all that decides the bytes
+    fingerprint = recipe.fingerprint(inputs)  # of everything that determines the bytes
     arguments = {"recipe": recipe.model_dump(mode="json"), "inputs": inputs}
     if is_finished(out, arguments):
         report("verify", 0, 1)
@@ -134,7 +134,7 @@ def _make_tokenizer(job: Job, model: bytes | None) -> Tokenizer:
 
 
 def _held_out_tasks(recipe: Recipe, out: Path, warn: Warn) -> list[Task]:
-    # The planner names the key `source`; here the user wrote another.
+    # Errors and warnings of `plan` name the key `source`, but the user wrote another one.
     def rename(line: str) -> str:
         return line.replace("source=", "decontaminate.against=", 1)
 
@@ -159,7 +159,7 @@ def _write_held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Non
     short = 0
     for piece in (piece for task in against for piece in task):
         for text in read(piece, (job.recipe.text_key,)):
-            if isinstance(text, Malformed):  # a text that is skipped would be trained on
+            if isinstance(text, Malformed):  # a skipped text might be in the training data
                 raise DataError(f"decontaminate.against: {text.where}; fix the file")
             words = word_hashes(normalize(text, job.recipe.normalise).encode())
             texts += 1
@@ -183,7 +183,7 @@ def _write_held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Non
 
 
 def _deduplicate(job: Job) -> tuple[shards.Stage, ...] | None:
-    """Write what each task keeps and return the counts up to dedup; None if dedup is off."""
+    """Write which documents each task keeps. Return the counts up to dedup; None if it is off."""
     if job.recipe.dedup == Dedup():
         return None
     counts = job.work / "dedup.json"

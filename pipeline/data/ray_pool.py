@@ -106,7 +106,7 @@ def _connect(address: str | None, workers: int | None) -> Path:
 def _killed_with_driver(session: Path) -> Iterator[None]:
     """Kill the processes of a private Ray session when this process ends, even by SIGKILL."""
     guard = subprocess.Popen(
-        python_module("pipeline.data.ray_pool", session),  # which imports no Ray
+        python_module("pipeline.data.ray_pool", session),  # this module, which imports no Ray
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -196,8 +196,8 @@ def run(
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Yield whether Ctrl-C was pressed."""
-    # An interrupt that is raised while Ray frees an object is swallowed there, so remember it.
+    """Yield a function that returns whether Ctrl-C was pressed."""
+    # Ray swallows an interrupt that is raised while it frees an object, so remember it.
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # only the main thread can handle signals
         return

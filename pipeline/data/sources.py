@@ -113,7 +113,7 @@ def _shared(files: list[list[Piece]], limit_bytes: int | None) -> list[Piece]:
         least = min(size, smallest)
         if owed >= least / 2:
             found = list(_limited(pieces, round(max(owed, least))))
-            # Of a row group or a compressed file, no more than the limit is read.
+            # A row group or a compressed file is read up to its limit.
             owed -= sum(min(piece.bytes, piece.limit or piece.bytes) for piece in found)
             chosen += found
     return chosen
@@ -131,7 +131,7 @@ def _limited(pieces: Iterable[Piece], limit_bytes: int | None) -> Iterator[Piece
         if piece.kind in ("text", "jsonl") and piece.stop > 0:
             piece = replace(piece, stop=min(piece.stop, left), bytes=min(piece.bytes, left))
         else:
-            # How much text it contains is known only when it is read.
+            # The amount of text in such a piece is known only when it is read.
             piece = replace(piece, limit=left)
         left -= piece.bytes
         yield piece

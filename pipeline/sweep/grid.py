@@ -28,7 +28,7 @@ from pipeline.units import count, power
 
 SIDE = 2  # sizes needed on each side of N*: Akima's spline uses two, and one may be the edge
 SPACING = 4.0  # ratio of neighboring budgets, if they are derived from a limit on the total
-LAYER_S = 2e-3  # the least time of a step per layer: launching its kernels (docs/LOG.md)
+LAYER_S = 2e-3  # shortest time of a step per layer, to launch its kernels (docs/LOG.md)
 TIMING = "steps as `launch show` estimates them, and at least 2 ms per layer"
 # Largest ratio of learning rates of runs that share a trunk. With 2, neighboring sizes of a grid
 # got rates of 1.7e-3 and 4.3e-3, and the difference became noise in the fit.
@@ -87,9 +87,9 @@ class Planned:
 
     name: str
     size: str
-    N: int
-    D: float
-    C: float
+    N: int  # parameters, as scaling laws count them
+    D: float  # tokens
+    C: float  # FLOPs
     lr: float
     warmup_steps: int
     batch_tokens: int
@@ -207,8 +207,7 @@ def _ladder(sweep: Sweep, configs: dict[str, RunSpec], mfu: float | None) -> lis
         if sweep.tokens:
             lengths = [(count(tokens), tokens) for tokens in sweep.tokens]
         for label, tokens in lengths:
-            run = _planned(sweep, config, f"{name}-{label}", tokens, mfu)
-            runs.append(run)
+            runs.append(_planned(sweep, config, f"{name}-{label}", tokens, mfu))
     return runs
 
 
@@ -287,12 +286,12 @@ def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float
     train = run.train
     D = float(train.steps * train.batch_tokens)
     if train.batch_tokens > 2 * tokens:
-        more = "a larger budget"
+        remedy = "a larger budget"
         if sweep.kind == "ladder":
-            more = "more tokens (tokens_per_param counts per parameter)"
+            remedy = "more tokens (tokens_per_param counts per parameter)"
         raise ConfigError(
             f"{name} has {count(tokens)} tokens, and one step of {run.model.size} has "
-            f"{count(train.batch_tokens)}; give {more}, or a smaller train.batch_tokens in `set`"
+            f"{count(train.batch_tokens)}; give {remedy}, or a smaller train.batch_tokens in `set`"
         )
     C = D * training_flops(run).model
     layout = Layout(sweep.nproc, 1, micro_batch=train.micro_batch, recompute=train.recompute)
@@ -375,7 +374,7 @@ def within(
 def _no_grid(asked: str, refused: list[ConfigError]) -> ConfigError:
     """Explain why every grid within the limits was refused; `refused` begins with the largest."""
     for error in refused:
-        if not isinstance(error, SizesError):  # no limit would avoid it
+        if not isinstance(error, SizesError):  # another limit would not help
             return error
     sides = {error.side for error in refused if isinstance(error, SizesError)}
     # The budget that is nearest to the sizes says what to change.

@@ -42,7 +42,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, answer: str) -> Pair:
     replaced by the end of a document, which precedes every document in training."""
     stripped = context.rstrip()
     whole = tuple(tokenizer.encode(context + answer).tolist())
-    # The last token is always scored, also if it begins in the context.
+    # The last token is always scored, even if its text begins in the context.
     start = min(len(tokenizer.encode(stripped)), len(whole) - 1)
     return Pair(whole[:start] or (tokenizer.eod,), whole[start:])
 

@@ -3,8 +3,8 @@
 (() => {
   "use strict";
   const {
-    $, el, fill, escapeHtml, short, power, fixed, tile, sizeColor, fade, theme, dark, plot, lossAxis,
-    padded,
+    $, el, fill, escapeHtml, short, power, fixed, tile, sizeColor, fade, theme, plot, lossAxis,
+    logAxis, band, padded,
   } = iso;
   const AXES = {
     flops: { title: "training compute (FLOPs)", unit: "FLOPs" },
@@ -93,26 +93,19 @@
   function lawTraces(fit) {
     const { line } = fit;
     if (!line) return [];
-    const color = theme("--law");
     const factor = unitFactor();
     const scale = (values) => values.map((value) => (value == null ? null : value * factor));
-    const traces = [];
-    if (line.high[0] != null) {
-      const edge = { x: line.C, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: "interval" };
-      const fillcolor = color + (dark.matches ? "26" : "1a");
-      traces.push({ ...edge, y: scale(line.low) });
-      traces.push({ ...edge, y: scale(line.high), fill: "tonexty", fillcolor });
-    }
-    traces.push({
+    const law = {
       x: line.C,
       y: scale(line.loss),
       mode: "lines",
       name: "law",
       text: line.C.map((C) => power(C)),
-      line: { color, width: 2.5, dash: "dash" },
+      line: { color: theme("--law"), width: 2.5, dash: "dash" },
       hovertemplate: `${lawWords(fit)} at %{text} FLOPs: <b>%{y:.4f}</b><extra></extra>`,
-    });
-    return traces;
+    };
+    const hasInterval = line.high[0] != null;
+    return [...(hasInterval ? band(line.C, scale(line.low), scale(line.high)) : []), law];
   }
 
   function lawWords(fit) {
@@ -242,8 +235,8 @@
     ];
   }
 
-  // The range of both axes: what was learned, without the fall of the first steps from
-  // ln(vocabulary) and without the far end of the law's interval.
+  // The range of both axes. It leaves out the first steps, in which the loss falls steeply from
+  // ln(vocabulary), and the far end of the law's interval.
   function frame(traces) {
     const xs = [];
     const ys = [];
@@ -256,7 +249,7 @@
       }
       const from = FROM[trace.name];
       if (from == null) continue;
-      let end = 0; // of the run that point i belongs to
+      let end = 0; // last x of the run that point i belongs to
       for (let i = trace.x.length - 1; i >= 0; i--) {
         const [x, y] = [trace.x[i], trace.y[i]];
         if (trace.x[i + 1] == null) end = x;
@@ -276,7 +269,7 @@
     const range = frame(traces);
     plot("chart", traces, {
       key: axis + unit,
-      xaxis: { type: "log", title: { text: AXES[axis].title }, range: range.x, dtick: 1 },
+      xaxis: { ...logAxis(AXES[axis].title), range: range.x },
       yaxis: lossAxis(range.y, unit === "nats" ? "loss (nats per token)" : "bits per byte"),
     });
   }
@@ -285,7 +278,7 @@
 
   function chip(size) {
     const toggle = () => {
-      iso.hidden.has(size) ? iso.hidden.delete(size) : iso.hidden.add(size);
+      if (!iso.hidden.delete(size)) iso.hidden.add(size);
       drawLegend();
       drawChart();
     };
