@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from launch.options import AsJson, Quiet, examples, parse_output
 from launch.tables import print_json
@@ -27,36 +28,33 @@ app = typer.Typer(
 SOURCE_HELP = "Text: a file, directory, glob, hf:NAME[:split], python or synthetic. Repeatable."
 LIMIT_HELP = "Bytes to read of each --source; the files of a directory or glob share it."
 # Both commands read text in the same way.
-LimitBytes = Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)]
-TextKey = Annotated[str | None, typer.Option(help="Column with the text (default: text).")]
+LimitBytes = Annotated[int | None, Option(min=1, help=LIMIT_HELP)]
+TextKey = Annotated[str | None, Option(help="Column with the text (default: text).")]
 _PAIRS = "Columns with the same text in two or more languages, such as en,de."
-Pairs = Annotated[str | None, typer.Option(metavar="SOURCE,TARGET", help=_PAIRS)]
+Pairs = Annotated[str | None, Option(metavar="SOURCE,TARGET", help=_PAIRS)]
 # Options of prepare. One that is not given has the value of --config, or the recipe's default.
 _SHARDS = "Directory for the shards."
-Shards = Annotated[Path, typer.Option("--out", parser=parse_output, metavar="PATH", help=_SHARDS)]
-_RECIPE = "Recipe, a name in configs/data or a TOML file."
-RecipeName = Annotated[str | None, typer.Option(help=_RECIPE)]
-_VOCAB_SIZE = "Number of pieces of the tokenizer to train (default: 4096)."
-VocabSize = Annotated[int | None, typer.Option(help=_VOCAB_SIZE)]
-_TOKENIZER = "SentencePiece .model to use, instead of training one."
-GivenTokenizer = Annotated[Path | None, typer.Option(help=_TOKENIZER)]
-Workers = Annotated[int | None, typer.Option(min=1, help="Ray workers (default: all CPUs).")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Sampling seed (default: 0).")]
+Shards = Annotated[Path, Option("--out", parser=parse_output, metavar="PATH", help=_SHARDS)]
+RecipeName = Annotated[str | None, Option(help="Recipe, a name in configs/data or a TOML file.")]
+VocabSize = Annotated[int | None, Option(help="Pieces of the tokenizer to train (default: 4096).")]
+_TOKENIZER = "SentencePiece .model, instead of training one."
+GivenTokenizer = Annotated[Path | None, Option(help=_TOKENIZER)]
+Workers = Annotated[int | None, Option(min=1, help="Ray workers (default: all CPUs).")]
+Seed = Annotated[int | None, Option(min=0, help="Sampling seed (default: 0).")]
 _VALID_SHARE = "Share of the documents to hold out (default: 0.01)."
-ValidShare = Annotated[float | None, typer.Option(min=0, max=0.5, help=_VALID_SHARE)]
+ValidShare = Annotated[float | None, Option(min=0, max=0.5, help=_VALID_SHARE)]
 _MALFORMED_SHARE = "Stop if a larger share of documents is malformed."
-MalformedShare = Annotated[float, typer.Option(min=0, max=1, help=_MALFORMED_SHARE)]
+MalformedShare = Annotated[float, Option(min=0, max=1, help=_MALFORMED_SHARE)]
 _RECIPE_SETTINGS = "One setting of the recipe as KEY=VALUE, such as seed=1. Repeatable."
-RecipeSettings = Annotated[list[str] | None, typer.Option("--set", help=_RECIPE_SETTINGS)]
+RecipeSettings = Annotated[list[str] | None, Option("--set", help=_RECIPE_SETTINGS)]
 # Options of tokenizer.
-_KIND = "Kind of model: bpe or unigram. unigram encodes several times slower."
-Kind = Annotated[str, typer.Option(help=_KIND)]
+Kind = Annotated[str, Option(help="bpe, or unigram, which encodes several times slower.")]
 _SPECIALS = "Control piece, which text never produces. Repeatable (default: <pad> and <mask>)."
-Specials = Annotated[list[str] | None, typer.Option(help=_SPECIALS)]
+Specials = Annotated[list[str] | None, Option(help=_SPECIALS)]
 _WEIGHTS = "Weight of a source in the sample, as SOURCE=WEIGHT. Repeatable (default: by size)."
-Weights = Annotated[list[str] | None, typer.Option(help=_WEIGHTS)]
+Weights = Annotated[list[str] | None, Option(help=_WEIGHTS)]
 _SAMPLE_BYTES = "Bytes of text to train on (default: by vocabulary)."
-SampleBytes = Annotated[int | None, typer.Option(min=1, help=_SAMPLE_BYTES)]
+SampleBytes = Annotated[int | None, Option(min=1, help=_SAMPLE_BYTES)]
 PREPARE_EXAMPLES = examples(
     "launch data prepare --source python --out data/python",
     "launch data prepare --source 'web/*.jsonl.zst' --source books.parquet --vocab-size 32768 "
@@ -72,7 +70,7 @@ PREPARE_EXAMPLES = examples(
 @app.command(epilog=PREPARE_EXAMPLES)
 def prepare(
     out: Shards,
-    source: Annotated[list[str] | None, typer.Option(help=SOURCE_HELP)] = None,
+    source: Annotated[list[str] | None, Option(help=SOURCE_HELP)] = None,
     config: RecipeName = None,
     vocab_size: VocabSize = None,
     tokenizer: GivenTokenizer = None,
@@ -173,11 +171,11 @@ def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
     ),
 )
 def train_tokenizer(
-    source: Annotated[list[str], typer.Option(help=SOURCE_HELP)],
+    source: Annotated[list[str], Option(help=SOURCE_HELP)],
     out: Annotated[
-        Path, typer.Option(parser=parse_output, metavar="PATH", help="The .model file to write.")
+        Path, Option(parser=parse_output, metavar="PATH", help="The .model file to write.")
     ],
-    vocab_size: Annotated[int, typer.Option(help="Number of pieces of all kinds.")] = 32768,
+    vocab_size: Annotated[int, Option(help="Number of pieces of all kinds.")] = 32768,
     kind: Kind = "bpe",
     special: Specials = None,
     weight: Weights = None,
@@ -230,7 +228,7 @@ def _weights(given: list[str], sources: list[str]) -> dict[str, float]:
 
 @app.command(epilog=examples("launch data inspect data/python --json"))
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],
+    path: Annotated[Path, Argument(help="A directory made by `launch data prepare`.")],
     as_json: AsJson = False,
 ) -> None:
     """Verify every checksum; print counts, token statistics and a sample."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from launch import options, pretrain
 from launch.pretrain import given_only
@@ -26,15 +27,12 @@ EXAMPLES = options.examples(
     "launch finetune --resume --out runs/assistant",
     "launch finetune --run runs/1b --data answers.jsonl --cluster h100 --slurm --time 2:00:00",
 )
-Option = typer.Option
 _DATA = "JSON lines with prompt and answer; or text, label and optionally text2."
 Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="FILE", help=_DATA)]
-_RUN = "Run to start from, or one checkpoint of it."
-Run = Annotated[Path | None, Option("--run", help=_RUN)]
+Run = Annotated[Path | None, Option("--run", help="Run to start from, or one checkpoint of it.")]
 _INIT = "Model of `launch import` to start from, instead of --run."
 Init = Annotated[Path | None, Option(help=_INIT)]
-_VALID = "Held-out examples (default: a share of --data)."
-Valid = Annotated[Path | None, Option(help=_VALID)]
+Valid = Annotated[Path | None, Option(help="Held-out examples (default: a share of --data).")]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
 _OUT = "Run directory (default: RUN-FILE in runs/finetune)."
 Out = Annotated[Path | None, Option(parser=options.parse_output, metavar="PATH", help=_OUT)]

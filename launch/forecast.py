@@ -35,8 +35,7 @@ _PARAMS = "Forecast a run with N parameters, counted as in the fitted points; ne
 Params = Annotated[float | None, Option(help=_PARAMS)]
 _FLOPS = "Forecast the best run for this compute, inference included."
 Flops = Annotated[float | None, Option(help=_FLOPS)]
-_TARGET_LOSS = "Find the cheapest run that reaches this loss."
-TargetLoss = Annotated[float | None, Option(help=_TARGET_LOSS)]
+TargetLoss = Annotated[float | None, Option(help="Find the cheapest run that reaches this loss.")]
 _INFERENCE_TOKENS = (
     "Tokens to serve after training; with --target-loss or --flops, finds the best N and "
     "D for training and inference together."

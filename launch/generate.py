@@ -25,8 +25,7 @@ File = Annotated[Path | None, Option(help=_FILE)]
 To = Annotated[str | None, Option(help="Language to translate to, if the run has several.")]
 _FROM = "Language of the sources, if the run has more than two."
 From = Annotated[str | None, Option("--from", help=_FROM)]
-_SHOTS = "File with examples, which is put before every prompt."
-Shots = Annotated[Path | None, Option(help=_SHOTS)]
+Shots = Annotated[Path | None, Option(help="File with examples, which is put before every prompt.")]
 _TEMPERATURE = "Sampling temperature; 0 chooses the likeliest token."
 Temperature = Annotated[float, Option(help=_TEMPERATURE, min=0, max=1e6)]
 TopK = Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)]

@@ -219,7 +219,6 @@ def _print_fit(data: dict[str, Any]) -> None:
             f"Runs scatter {fitted['noise']:.2%} around the law with equal weights, which explains "
             f"{fitted['r2']:.1%} of the variance of log loss (R²{without})"
         )
-    # Fitted to the smaller runs only, and compared with the larger ones.
     test = data["backtest"]
     if test:
         console.print(

@@ -12,6 +12,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from launch import options
 from pipeline.errors import ConfigError, RunError
@@ -35,7 +36,6 @@ EXAMPLES = options.examples(
 _PRINT_S = 5.0  # for the last lines of a command that was asked to stop
 
 # The options of this command; those that others share are in launch/options.py.
-Option = typer.Option
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
 _SHARDS = "Shards made by `launch data prepare`."
 Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_SHARDS)]

@@ -41,8 +41,7 @@ GpusPerNode = Annotated[int | None, Option(help=_GPUS_PER_NODE, min=0)]
 _AFTER = "SLURM job that must succeed first, such as that of the data."
 After = Annotated[str | None, Option(help=_AFTER)]
 ThenFit = Annotated[bool, Option("--fit", help="Submit another job that fits the law afterwards.")]
-_CPU = "Train a sweep for GPUs even if this machine has none."
-Cpu = Annotated[bool, Option("--cpu", help=_CPU)]
+Cpu = Annotated[bool, Option("--cpu", help="Train a sweep for GPUs even if this machine has none.")]
 CORE_FLOPS_S = 7e10  # FLOP/s of one core: two train the sweep `cpu` in three minutes
 
 

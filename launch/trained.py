@@ -30,8 +30,7 @@ _QUESTIONS = "Questions per task, evenly spaced, or the first for lm-eval (defau
 Questions = Annotated[int | None, Option(min=1, help=_QUESTIONS)]
 _SHOTS = "Examples before each question, for tasks of lm-eval."
 Shots = Annotated[int | None, Option(min=0, help=_SHOTS)]
-_TASK_DIR = "Directory with more lm-eval tasks, as YAML files."
-TaskDir = Annotated[Path | None, Option(help=_TASK_DIR)]
+TaskDir = Annotated[Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")]
 _NPROC = "Processes that share the tasks (default: one per GPU)."
 Nproc = Annotated[int | None, Option(min=1, help=_NPROC)]
 _TO = "Directory to write, for transformers' Auto classes."

@@ -57,6 +57,14 @@ def law_data(
         return {"law": None, "warnings": [f"No law yet: {error}"], **made}
     used = _columns(done.fit.points)
     used["residual"] = _numbers(done.fit.residuals)
+    backtest = None
+    if done.backtest is not None:
+        errors = _numbers(np.expm1(done.backtest.errors))
+        backtest = {"ratio": _numbers(done.backtest.ratio), "error": errors}
+    profile: dict[str, Any] | None = None
+    if done.profile is not None:
+        profile = {key: _numbers(getattr(done.profile, key)) for key in ("E", "objective")}
+        profile |= {"low": done.profile.low, "high": done.profile.high}
     ratio = drawn_ratio(done, points)
     sentences = [in_words(done, points, ratio), *about_targets(forecasts, fitted.run)]
     sizes = {run.N: text(run.record.get("size")) for run in runs}
@@ -66,28 +74,12 @@ def law_data(
         "line": line(done, points, ratio),
         "size_lines": size_lines(done, points, sizes),
         "points_used": used,
-        "backtest_errors": _backtest_errors(done),
-        "profile": _profile(done),
+        "backtest_errors": backtest,
+        "profile": profile,
         "isoflop": valleys(points, done),
         "grid": grid(done),
         **made,
     }
-
-
-def _backtest_errors(done: Study) -> dict[str, Any] | None:
-    test = done.backtest
-    if test is None:
-        return None
-    return {"ratio": _numbers(test.ratio), "error": _numbers(np.expm1(test.errors))}
-
-
-def _profile(done: Study) -> dict[str, Any] | None:
-    """Return the objective of the fit at fixed values of E, and the interval of E."""
-    found = done.profile
-    if found is None:
-        return None
-    curve = {"E": _numbers(found.E), "objective": _numbers(found.objective)}
-    return {**curve, "low": found.low, "high": found.high}
 
 
 def line(done: Study, points: Points, ratio: float | None) -> dict[str, Any] | None:

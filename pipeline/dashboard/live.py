@@ -89,6 +89,7 @@ class Watcher:
             return
         notes: list[str] = []
         self._views = {key: view for key, view in self._views.items() if key in stamps}
+        self._encoded = {key: found for key, found in self._encoded.items() if key in stamps}
         changed = [key for key in stamps if self._views.get(key, (None, None))[0] != stamps[key]]
         self._count = len(stamps)
         shown = time.monotonic()

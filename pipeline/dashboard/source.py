@@ -40,6 +40,8 @@ class Directories:
             hashlib.sha256(os.fsencode(path)).hexdigest()[:12]: path
             for path in find_runs(self.root)
         }
+        for key in self._following.keys() - self._paths.keys():  # deleted runs
+            self._following.pop(key)[0].close()
         return {
             key: tuple(_stamp(path / name) for name in (RUN_FILE, FILE))
             for key, path in self._paths.items()
@@ -59,7 +61,7 @@ class Directories:
                 for entry in records:
                     log.add(entry)
             view = RunView(record, log, self._link(path), path)
-            # An ended run is rarely read again.
+            # Runs that have ended are rarely read again.
             running = not whole and view.run.status(time.time()) == "running"
         except BaseException:
             tail.close()

@@ -254,8 +254,6 @@ def _ladder_sizes(configs: dict[str, RunSpec], most: float) -> tuple[str, ...]:
 
 def as_toml(sweep: Sweep, found: Width, target: Target) -> str:
     """Return the proposed ladder as a sweep file."""
-    note = (
-        f"# Planned for {target.name} ({count(target.N)} on {count(target.D)} tokens): ± "
-        f"{found.median:.1%} in simulation.\n"
-    )
+    run = f"{target.name} ({count(target.N)} on {count(target.D)} tokens)"
+    note = f"# Planned for {run}: ± {found.median:.1%} in simulation.\n"
     return note + tomli_w.dumps(sweep.model_dump(mode="json", exclude_none=True))

@@ -142,7 +142,6 @@
         ...joined(trained, "train", axis, crowd ? keep ** 8 : keep),
         mode: "lines",
         name: "train",
-        connectgaps: false,
         line: { color: fade(color, crowd ? 0.2 : 0.4), width: crowd ? 1 : 1.3 },
         hovertemplate: hover("training loss"),
       });
@@ -150,7 +149,6 @@
         ...joined(runs, "held_out", axis, 0),
         mode: crowd ? "lines" : "lines+markers",
         name: "held-out",
-        connectgaps: false,
         line: { color, width: crowd ? 1.4 : 2 },
         marker: { size: 5, color },
         hovertemplate: hover("held-out loss"),

@@ -185,7 +185,6 @@ const iso = {
       zeroline: false,
       linecolor: theme("--line"),
       exponentformat: "power",
-      automargin: false,
       fixedrange: phone,
     };
     const minor = { ticks: "outside", ticklen: 3, tickcolor: theme("--line"), dtick: "D1" };
