@@ -1,7 +1,4 @@
-"""`launch bench data | loader | train | generate | in-context`.
-
-Each command measures both sides of a comparison in one call, because the speed of a machine varies.
-"""
+"""`launch bench`: measure both sides of a comparison in one call, because machines vary."""
 
 import json
 import os
@@ -37,15 +34,13 @@ _FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 Figures = Iterable[tuple[str, Any]]
 _TENFOLD = "Also measure with ten times the text, which takes minutes."
 Tenfold = Annotated[bool, Option("--tenfold", help=_TENFOLD)]
-_PROFILE = "Print the kernels of one step and a GPU's idle gaps."
-Profile = Annotated[bool, Option("--profile", help=_PROFILE)]
+Profile = Annotated[bool, Option("--profile", help="Print a step's kernels and idle gaps.")]
 _COMPARE_TRAIN = (
     "Also time hf: Hugging Face's model of the same shape; hf-mixed: the same with fp32 master "
     "weights, like ours; or bf16: our own model without fp8 (fp32 on a CPU)."
 )
 CompareTrain = Annotated[str | None, Option(help=_COMPARE_TRAIN)]
-_AUTO_BATCH = "Find the largest micro-batch that fits, by trial."
-AutoBatch = Annotated[bool, Option("--auto-batch", help=_AUTO_BATCH)]
+AutoBatch = Annotated[bool, Option("--auto-batch", help="Find the largest micro-batch that fits.")]
 _OVERHEADS = "Measure guard, log, hashes and checkpoints separately."
 Overheads = Annotated[bool, Option("--overheads", help=_OVERHEADS)]
 

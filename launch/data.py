@@ -37,8 +37,7 @@ _SHARDS = "Directory for the shards."
 Shards = Annotated[Path, Option("--out", parser=parse_output, metavar="PATH", help=_SHARDS)]
 RecipeName = Annotated[str | None, Option(help="Recipe, a name in configs/data or a TOML file.")]
 VocabSize = Annotated[int | None, Option(help="Pieces of the tokenizer to train (default: 4096).")]
-_TOKENIZER = "SentencePiece .model, instead of training one."
-GivenTokenizer = Annotated[Path | None, Option(help=_TOKENIZER)]
+GivenTokenizer = Annotated[Path | None, Option(help="SentencePiece .model to encode with.")]
 Workers = Annotated[int | None, Option(min=1, help="Ray workers (default: all CPUs).")]
 Seed = Annotated[int | None, Option(min=0, help="Sampling seed (default: 0).")]
 _VALID_SHARE = "Share of the documents to hold out (default: 0.01)."
@@ -175,7 +174,7 @@ def train_tokenizer(
     out: Annotated[
         Path, Option(parser=parse_output, metavar="PATH", help="The .model file to write.")
     ],
-    vocab_size: Annotated[int, Option(help="Number of pieces of all kinds.")] = 32768,
+    vocab_size: Annotated[int, Option(help="Pieces, including bytes and controls.")] = 32768,
     kind: Kind = "bpe",
     special: Specials = None,
     weight: Weights = None,

@@ -30,8 +30,7 @@ EXAMPLES = options.examples(
 _DATA = "JSON lines with prompt and answer; or text, label and optionally text2."
 Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="FILE", help=_DATA)]
 Run = Annotated[Path | None, Option("--run", help="Run to start from, or one checkpoint of it.")]
-_INIT = "Model of `launch import` to start from, instead of --run."
-Init = Annotated[Path | None, Option(help=_INIT)]
+Init = Annotated[Path | None, Option(help="Model of `launch import`, instead of --run.")]
 Valid = Annotated[Path | None, Option(help="Held-out examples (default: a share of --data).")]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
 _OUT = "Run directory (default: RUN-FILE in runs/finetune)."

@@ -33,8 +33,7 @@ _TOKENS = "Training tokens (default with --size: as many per parameter as the la
 Tokens = Annotated[float | None, Option(help=_TOKENS)]
 _PARAMS = "Forecast a run with N parameters, counted as in the fitted points; needs --tokens."
 Params = Annotated[float | None, Option(help=_PARAMS)]
-_FLOPS = "Forecast the best run for this compute, inference included."
-Flops = Annotated[float | None, Option(help=_FLOPS)]
+Flops = Annotated[float | None, Option(help="Forecast the best run for this compute.")]
 TargetLoss = Annotated[float | None, Option(help="Find the cheapest run that reaches this loss.")]
 _INFERENCE_TOKENS = (
     "Tokens to serve after training; with --target-loss or --flops, finds the best N and "

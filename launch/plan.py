@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 SHIPPED = "Sweep file, or a shipped sweep: cpu, gpu, ladder, isoflop or synthetic."
 File = Annotated[str, Argument(help=SHIPPED)]
 PlanFile = Annotated[str | None, Argument(help=f"{SHIPPED} (default with --target-size: ladder)")]
-_BUDGET = "FLOPs for all runs together, instead of the file's budgets."
-Budget = Annotated[float | None, Option(help=_BUDGET)]
+Budget = Annotated[float | None, Option(help="FLOPs for all runs, instead of the file's budgets.")]
 Hours = Annotated[float | None, Option(help="Hours on the sweep's GPUs for all runs together.")]
 _EARLIER = "CSV of earlier runs; their law centers the grid."
 Earlier = Annotated[Path | None, Option("--points", help=_EARLIER)]

@@ -48,8 +48,7 @@ _LAYOUT = "(default: the fastest layout if --cluster has rates, else {})"
 Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3 {_LAYOUT.format(1)}.")]
 _EP = f"Ranks to distribute the experts over {_LAYOUT.format(1)}."
 Ep = Annotated[int | None, Option(help=_EP)]
-_SP = "Ranks that share each sequence, for long ones (default: 1)."
-Sp = Annotated[int | None, Option(help=_SP)]
+Sp = Annotated[int | None, Option(help="Ranks that share each long sequence (default: 1).")]
 _ENGINE = "Engine: deepspeed (the default), or accelerate, a second one for tests."
 Engine = Annotated[str | None, Option(help=_ENGINE)]
 Steps = Annotated[int | None, Option(help="Length of the run in optimizer steps.")]

@@ -38,8 +38,7 @@ Track = Annotated[bool, Option("--track/--no-track", help="Send runs to MLflow t
 Slurm = Annotated[bool, Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
 _GPUS_PER_NODE = "GPUs of a run (default: one per process, 0 without a cluster)."
 GpusPerNode = Annotated[int | None, Option(help=_GPUS_PER_NODE, min=0)]
-_AFTER = "SLURM job that must succeed first, such as that of the data."
-After = Annotated[str | None, Option(help=_AFTER)]
+After = Annotated[str | None, Option(help="Submit after this SLURM job has succeeded.")]
 ThenFit = Annotated[bool, Option("--fit", help="Submit another job that fits the law afterwards.")]
 Cpu = Annotated[bool, Option("--cpu", help="Train a sweep for GPUs even if this machine has none.")]
 CORE_FLOPS_S = 7e10  # FLOP/s of one core: two train the sweep `cpu` in three minutes

@@ -22,22 +22,19 @@ if TYPE_CHECKING:
 MOST_PROCESSES = 8  # or as many as there are CPUs, if these are more; each loads the model
 
 Data = Annotated[Path | None, Option(help="Prepared data (default: the data of the run).")]
-_BATCHES = "Held-out batches (default: as many as in training)."
+_BATCHES = "Held-out batches (default: those of training)."
 Batches = Annotated[int | None, Option(min=1, help=_BATCHES)]
 _TASKS = "File of questions (JSON lines), or the name of a task of lm-eval. Repeatable."
 Tasks = Annotated[list[str] | None, Option(help=_TASKS)]
 _QUESTIONS = "Questions per task, evenly spaced, or the first for lm-eval (default: all)."
 Questions = Annotated[int | None, Option(min=1, help=_QUESTIONS)]
-_SHOTS = "Examples before each question, for tasks of lm-eval."
-Shots = Annotated[int | None, Option(min=0, help=_SHOTS)]
+Shots = Annotated[int | None, Option(min=0, help="Examples before each question (lm-eval only).")]
 TaskDir = Annotated[Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")]
-_NPROC = "Processes that share the tasks (default: one per GPU)."
-Nproc = Annotated[int | None, Option(min=1, help=_NPROC)]
+Nproc = Annotated[int | None, Option(min=1, help="Processes for the tasks (default: one per GPU).")]
 _TO = "Directory to write, for transformers' Auto classes."
 To = Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_TO)]
 Dtype = Annotated[str, Option(help="Precision of the exported weights: fp32 or bf16.")]
-_FROM = "Directory that `save_pretrained` of transformers wrote."
-Source = Annotated[Path, Option("--from", help=_FROM)]
+Source = Annotated[Path, Option("--from", help="Directory written by `save_pretrained`.")]
 _OUT = "Directory to create, with a checkpoint at step 0."
 Out = Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_OUT)]
 
@@ -105,8 +102,8 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
     # An imported model may have no tokenizer to compare with, and its vocabulary may be larger.
     pieces = corpus.manifest.tokenizer.vocab + config.objective.special_ids
     if pieces > config.model.vocab:
-        more = f"{pieces:,} pieces, and the model {config.model.vocab:,}"
-        raise ConfigError(f"--data {where} has {more}; {remedy}")
+        sizes = f"{pieces:,} pieces, and the model {config.model.vocab:,}"
+        raise ConfigError(f"--data {where} has {sizes}; {remedy}")
     # By default the batches that training evaluates on, so that the run's log is comparable.
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():

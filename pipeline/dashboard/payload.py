@@ -271,7 +271,8 @@ class RunView:
             eta_s = (steps - step) * tokens / step / speed
         happened = [event["event"] for event in self.log.events]
         # The log of a branch begins with its trunk's, whose restarts are not the branch's.
-        own = happened[max((i for i, name in enumerate(happened) if name == "start"), default=0) :]
+        starts = [index for index, name in enumerate(happened) if name == "start"]
+        own = happened[starts[-1] :] if starts else happened
         return {
             "id": key,
             "name": text(run.name),

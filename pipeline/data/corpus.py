@@ -81,13 +81,14 @@ class Corpus:
     def check_pairs(self, objective: Objective) -> None:
         """Refuse pairs for an objective that reads running text, and the other way round."""
         columns = self.manifest.pairs
+        pairs = isinstance(objective, Pairs)
         wanted = objective.languages if isinstance(objective, Pairs) else ()
-        if wanted and not columns:
+        if pairs and not columns:
             raise DataError(
                 f'objective.kind="pairs" reads pairs, and {self.path} has none; prepare data with '
                 "--pairs SOURCE,TARGET, or choose another objective.kind"
             )
-        if columns and not wanted:
+        if columns and not pairs:
             raise DataError(
                 f'objective.kind="{objective.kind}" reads running text, and {self.path} has pairs '
                 f"of {', '.join(columns)}; leave objective.kind out, or give other data"

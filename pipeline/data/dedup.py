@@ -50,7 +50,7 @@ def deduplicate(
         for pairs in _pairs(_near_range, "bands", parts, starts, recipe):
             join(parents, pairs)
     ledger = Ledger()
-    stretches = zip(starts, starts[1:], parts, strict=False)
+    stretches = zip(starts, starts[1:], parts, strict=False)  # used up record by record
     for stem, record in records:
         keep = np.zeros(record.stages[0].documents_in if record.stages else 0, bool)
         for low, high, part in islice(stretches, record.parts):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
@@ -162,7 +163,7 @@ def run(
     remote = ray.remote(max_retries=3)(in_folder)
     results: dict[int, Result] = {}
     running: dict[Any, int] = {}  # reference → index of the call
-    waiting = iter(enumerate(calls))
+    waiting = deque(enumerate(calls))
     try:
         with _interrupts() as interrupted:
             while True:
@@ -170,10 +171,8 @@ def run(
                 slots = max(1, int(ray.cluster_resources().get("CPU", 1)))
                 if interrupted():
                     raise KeyboardInterrupt
-                while len(running) < min(workers or slots, slots):
-                    index, call = next(waiting, (-1, ()))
-                    if index < 0:
-                        break
+                while waiting and len(running) < min(workers or slots, slots):
+                    index, call = waiting.popleft()
                     running[remote.remote(*call)] = index
                 if not running:
                     return [results[i] for i in range(len(calls))]

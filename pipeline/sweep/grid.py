@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -115,42 +115,36 @@ def read(name: str | Path) -> Sweep:
                 f"{nearest(str(name), shipped)}"
             )
     sweep = validate(Sweep, read_toml(path), where=str(path))
-    # Both may be present if one is empty, as in a proposed ladder; a default does not count.
-    if sweep.tokens and sweep.tokens_per_param and "tokens_per_param" in sweep.model_fields_set:
-        raise ConfigError(
-            f"tokens={list(sweep.tokens)} in {path}: tokens_per_param="
-            f"{list(sweep.tokens_per_param)} also sets the lengths of the runs; remove one of them"
-        )
-    if sweep.tokens and sweep.kind == "isoflop":
-        raise ConfigError(
-            f"tokens={list(sweep.tokens)} in {path}: the budgets of an isoFLOP grid set the "
-            f"lengths of its runs; remove it, or set kind = 'ladder'"
-        )
-    if sweep.budgets and sweep.kind == "ladder":
-        raise ConfigError(
-            f"budgets={list(sweep.budgets)} in {path}: a ladder has sizes and lengths; remove it, "
-            f"or set kind = 'isoflop'"
-        )
-    if len(set(sweep.sizes)) < len(sweep.sizes):
-        raise ConfigError(f"sizes={list(sweep.sizes)} in {path}: a size occurs twice; remove one")
-    _check_set(sweep, path)
+    for setting, problem in _problems(sweep):
+        raise ConfigError(f"{setting} in {path}: {problem}")
     return sweep
 
 
-def _check_set(sweep: Sweep, path: Path) -> None:
-    """Refuse keys that the sweep sets itself, initial weights, and keys that are set twice."""
+def _problems(sweep: Sweep) -> Iterator[tuple[str, str]]:
+    """Yield every setting that conflicts with another one or with the sweep, and the problem."""
+    tokens = f"tokens={list(sweep.tokens)}"
+    # Both may be present if one is empty, as in a proposed ladder; a default does not count.
+    if sweep.tokens and sweep.tokens_per_param and "tokens_per_param" in sweep.model_fields_set:
+        other = f"tokens_per_param={list(sweep.tokens_per_param)}"
+        yield tokens, f"{other} also sets the lengths of the runs; remove one of them"
+    if sweep.tokens and sweep.kind == "isoflop":
+        reason = "the budgets of an isoFLOP grid set the lengths of its runs"
+        yield tokens, f"{reason}; remove it, or set kind = 'ladder'"
+    if sweep.budgets and sweep.kind == "ladder":
+        remedy = "remove it, or set kind = 'isoflop'"
+        yield f"budgets={list(sweep.budgets)}", f"a ladder has sizes and lengths; {remedy}"
+    if len(set(sweep.sizes)) < len(sweep.sizes):
+        yield f"sizes={list(sweep.sizes)}", "a size occurs twice; remove one"
     seen: set[str] = set()
     for text in sweep.set:
         for name, _ in dotted(parse_set(text)):  # one text may set a whole table
             key = name.strip()
             if key in OWN_KEYS:
-                problem = f"a sweep sets {key} of every run itself; use {OWN_KEYS[key]}"
-                raise ConfigError(f"set={text} in {path}: {problem}")
+                yield f"set={text}", f"a sweep sets {key} of every run itself; use {OWN_KEYS[key]}"
             if key == "init" or key.startswith("lora."):
-                problem = "runs of a sweep start from random weights; remove it"
-                raise ConfigError(f"set={text} in {path}: {problem}")
+                yield f"set={text}", "runs of a sweep start from random weights; remove it"
             if key in seen:
-                raise ConfigError(f"set={text} in {path}: {key} is set twice; remove one of them")
+                yield f"set={text}", f"{key} is set twice; remove one of them"
             seen.add(key)
 
 

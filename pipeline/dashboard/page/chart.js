@@ -76,19 +76,6 @@
     return { x, y, customdata };
   }
 
-  // The best held-out loss of any run up to each point of the axis.
-  function frontier(members, axis) {
-    const points = members.flatMap(({ row, curves: { held_out } }) =>
-      held_out.loss.map((loss, i) => [held_out[axis][i], loss * unitFactor(row)]));
-    const sorted = points.filter(([x, loss]) => x > 0 && loss).sort((a, b) => a[0] - b[0]);
-    let best = Infinity;
-    return sorted.filter(([, loss]) => {
-      const better = loss < best;
-      if (better) best = loss;
-      return better;
-    });
-  }
-
   // The law for each compute, with its interval.
   function lawTraces(fit) {
     const { line } = fit;
@@ -157,8 +144,15 @@
     return traces;
   }
 
+  // The best held-out loss of any run up to each point of the axis.
   function frontierTraces(members, axis) {
-    const best = frontier(members, axis);
+    const points = members.flatMap(({ row, curves: { held_out } }) =>
+      held_out.loss.map((loss, i) => [held_out[axis][i], loss * unitFactor(row)]));
+    const sorted = points.filter(([x, loss]) => x > 0 && loss).sort((a, b) => a[0] - b[0]);
+    const best = [];
+    for (const point of sorted) {
+      if (!best.length || point[1] < best.at(-1)[1]) best.push(point);
+    }
     if (best.length < 2) return [];
     return [{
       x: best.map((point) => point[0]),

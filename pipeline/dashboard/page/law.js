@@ -95,18 +95,15 @@
       "Budget (FLOPs)", "Runs", "N* measured", "D* measured", "Loss there", "N* of the law",
       "D* of the law",
     ];
-    const rows = budgets.map((budget) => {
-      const measured = budget.minimum?.N ? budget.minimum : null;
-      return [
-        power(budget.budget),
-        budget.run.length,
-        measured ? short(measured.N) : budget.minimum, // otherwise the reason
-        measured ? short(measured.D) : "–",
-        measured ? fixed(measured.loss, 4) : "–",
-        budget.law ? short(budget.law.N) : "–",
-        budget.law ? short(budget.law.D) : "–",
-      ];
-    });
+    const rows = budgets.map(({ budget, run, minimum, law }) => [
+      power(budget),
+      run.length,
+      minimum?.N ? short(minimum.N) : minimum, // a text says why there is no minimum
+      short(minimum?.D),
+      fixed(minimum?.loss, 4),
+      short(law?.N),
+      short(law?.D),
+    ]);
     table($("minima"), heads, rows);
   }
 
