@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from launch.options import AsJson, Quiet, examples, parse_output
+from launch.options import AsJson, Quiet, examples, output_option
 from launch.tables import print_json
 from pipeline.errors import ConfigError
 
@@ -33,8 +33,7 @@ TextKey = Annotated[str | None, Option(help="Column with the text (default: text
 _PAIRS = "Columns with the same text in two or more languages, such as en,de."
 Pairs = Annotated[str | None, Option(metavar="SOURCE,TARGET", help=_PAIRS)]
 # Options of prepare. One that is not given has the value of --config, or the recipe's default.
-_SHARDS = "Directory for the shards."
-Shards = Annotated[Path, Option("--out", parser=parse_output, metavar="PATH", help=_SHARDS)]
+Shards = Annotated[Path, output_option("--out", text="Directory for the shards.")]
 RecipeName = Annotated[str | None, Option(help="Recipe, a name in configs/data or a TOML file.")]
 VocabSize = Annotated[int | None, Option(help="Pieces of the tokenizer to train (default: 4096).")]
 GivenTokenizer = Annotated[Path | None, Option(help="SentencePiece .model to encode with.")]
@@ -171,9 +170,7 @@ def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
 )
 def train_tokenizer(
     source: Annotated[list[str], Option(help=SOURCE_HELP)],
-    out: Annotated[
-        Path, Option(parser=parse_output, metavar="PATH", help="The .model file to write.")
-    ],
+    out: Annotated[Path, output_option(text="The .model file to write.")],
     vocab_size: Annotated[int, Option(help="Pieces, including bytes and controls.")] = 32768,
     kind: Kind = "bpe",
     special: Specials = None,

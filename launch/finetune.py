@@ -34,7 +34,7 @@ Init = Annotated[Path | None, Option(help="Model of `launch import`, instead of 
 Valid = Annotated[Path | None, Option(help="Held-out examples (default: a share of --data).")]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
 _OUT = "Run directory (default: RUN-FILE in runs/finetune)."
-Out = Annotated[Path | None, Option(parser=options.parse_output, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, options.output_option(text=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]
 _RATE = "Peak learning rate (default: a quarter of pretraining's, with --lora ten times that)."

@@ -46,7 +46,7 @@ _INFERENCE_MFU = (
 InferenceMfu = Annotated[float | None, Option(help=_INFERENCE_MFU, min=0.001, max=1)]
 Unique = Annotated[float | None, Option(help="Number of distinct tokens; others are repeats.")]
 _TARGETS = "CSV of runs to forecast, with columns N, D (optional: C, run, experts, unique)."
-Targets = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_TARGETS)]
+Targets = Annotated[Path | None, options.path_option(text=_TARGETS)]
 _GPUS = "Number of GPUs of --cluster, to compute the hours (default: 8)."
 Gpus = Annotated[int | None, Option(help=_GPUS, min=1)]
 _REGISTER = "Save the forecast for `launch score`; it cannot be changed later."

@@ -41,7 +41,7 @@ app = typer.Typer()
 
 
 class Given(NamedTuple):
-    """A text of the user, and what it is."""
+    """A text of the user, and its kind."""
 
     kind: str  # "prompt", "source", or "" for a line of plain text, which may be either
     text: str
@@ -257,7 +257,7 @@ def _lines(file: Path) -> list[Given]:
         return [Given("", line.removesuffix("\r")) for line in lines if line.strip()]
     found = []
     for line in read_lines(file, "prompt or source"):
-        # In files of prompts, a key `source` often says where the prompt comes from.
+        # In files of prompts, a key `source` often names the origin of the prompt.
         key = "source" if "source" in line.fields and "prompt" not in line.fields else "prompt"
         found.append(Given(key, line.text(key, empty=True)))
     return found
@@ -294,7 +294,7 @@ def _print(
 
 
 def _print_stream(one: Input, tokens: Iterator[int], pieces: "Tokenizer") -> None:
-    """Print what each token adds; an incomplete character waits for its last byte."""
+    """Print the text that each token adds; an incomplete character waits for its last byte."""
     print("" if one.source else one.text, end="", flush=True)
     ids = [*one.before]
     shown = pieces.decode(ids)

@@ -26,10 +26,7 @@ Resamples = Annotated[int, Option(help=_RESAMPLES, min=0, max=100_000)]
 _FULL_GRID = "Use all 4,500 starts of Hoffmann et al.; slow."
 FullGrid = Annotated[bool, Option("--full-grid", help=_FULL_GRID)]
 _FORECASTS_DIR = "Directory of registered forecasts (default: beside the runs)."
-ForecastsDir = Annotated[
-    Path | None,
-    Option("--forecasts", parser=options.parse_path, metavar="PATH", help=_FORECASTS_DIR),
-]
+ForecastsDir = Annotated[Path | None, options.path_option("--forecasts", text=_FORECASTS_DIR)]
 SPLIT = {"N*": "a", "D*": "b"}  # best N and D → their exponent of compute
 LEFT_OUT_SHOWN = 12  # points that were left out and whose reason is printed
 

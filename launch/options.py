@@ -6,7 +6,7 @@ variable if its option would not fit on one line.
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -36,6 +36,16 @@ def parse_output(text: str) -> Path:
     return path
 
 
+def path_option(*names: str, text: str) -> Any:
+    """Return the declaration of an option that is a path to read."""
+    return Option(*names, parser=parse_path, metavar="PATH", help=text)
+
+
+def output_option(*names: str, text: str) -> Any:
+    """Return the declaration of an option that is a path to write."""
+    return Option(*names, parser=parse_output, metavar="PATH", help=text)
+
+
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress.")]
 
@@ -57,15 +67,11 @@ TokenizerFile = Annotated[Path | None, Option("--tokenizer", help=_TOKENIZER_FIL
 
 # Where runs or points are read from, and the law fitted to them.
 _RUNS_DIR = "Directory of runs, such as runs/demo."
-RunsDir = Annotated[
-    Path | None, Option("--runs", parser=parse_path, metavar="PATH", help=_RUNS_DIR)
-]
+RunsDir = Annotated[Path | None, path_option("--runs", text=_RUNS_DIR)]
 _EXPERIMENT = "Experiment name: runs/NAME if it exists, otherwise the MLflow store."
 Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
 _POINTS_FILE = "CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention)."
-PointsFile = Annotated[
-    Path | None, Option("--points", parser=parse_path, metavar="PATH", help=_POINTS_FILE)
-]
+PointsFile = Annotated[Path | None, path_option("--points", text=_POINTS_FILE)]
 _LAW = (
     "Law to fit: auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
     "data-constrained, compute or power."

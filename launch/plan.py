@@ -99,7 +99,7 @@ def plan(
 
 
 def _check_save(save: Path | None, width: str | None) -> None:
-    """Refuse a file that cannot be written before the search, which takes a minute."""
+    """Refuse a file that cannot be written, before the search for a ladder takes a minute."""
     if save is not None and width is None:
         raise ConfigError("--save writes the proposed ladder; give --width")
     if save is None:

@@ -37,10 +37,9 @@ _PRINT_S = 5.0  # for the last lines of a command that was asked to stop
 
 # The options of this command; those that others share are in launch/options.py.
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
-_SHARDS = "Shards made by `launch data prepare`."
-Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_SHARDS)]
+Data = Annotated[Path | None, options.path_option(text="Directory made by `launch data prepare`.")]
 _OUT = "Run directory (default: runs/EXPERIMENT/SIZE)."
-Out = Annotated[Path | None, Option(parser=options.parse_output, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, options.output_option(text=_OUT)]
 _NPROC = "Processes per node (default: one per GPU; with --resume as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 # With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).
@@ -151,7 +150,7 @@ def given_only(table: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a planned run trains, and what is printed about it."""
+    """The place where a planned run trains, and the output that the user wants."""
 
     request: "Request"
     devices: "Devices"
@@ -174,7 +173,7 @@ class Start:
             self._announce(planned.config, header=False)
 
     def _announce(self, config: "RunConfig", *, header: bool) -> None:
-        """Print what the run is about to do, and warn if there is too little data for it."""
+        """Print a summary of the run before it starts, and warn if it has too little data."""
         from pipeline.data.corpus import Corpus
         from pipeline.data.pairs import PairRows, PairStream
         from pipeline.track import console, mlflow_store

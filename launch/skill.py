@@ -22,7 +22,7 @@ _TASK_NAME = (
 TaskName = Annotated[str | None, typer.Option("--task", help=_TASK_NAME)]
 _CHANCE = "Accuracy of guessing on the task (default: from its file of questions, or fitted)."
 Chance = Annotated[float | None, typer.Option(help=_CHANCE)]
-# Laws whose points are minima of valleys or curves. These are not runs and have no score.
+# Laws whose points are minima of valleys or curves. Such points are no runs and have no score.
 NO_RUNS = ("isoflop", "parabola", "envelope")
 
 

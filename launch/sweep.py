@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from launch.options import AsJson, examples, parse_output
+from launch.options import AsJson, examples, output_option
 from launch.plan import Budget, Data, Earlier, File, Hours, plan, read_plan
 from launch.tables import print_json
 from pipeline.errors import ConfigError, RunError
@@ -33,7 +33,7 @@ app.command(
 
 Jobs = Annotated[int, Option(help="Runs at a time.", min=1)]
 _OUT = "Directory of the runs (default: runs/EXPERIMENT)."
-Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, output_option(text=_OUT)]
 Track = Annotated[bool, Option("--track/--no-track", help="Send runs to MLflow too.")]
 Slurm = Annotated[bool, Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
 _GPUS_PER_NODE = "GPUs of a run (default: one per process, 0 without a cluster)."

@@ -18,7 +18,7 @@ def print_json(data: Any) -> None:
     """Print data as JSON; numbers that are not finite become null."""
     from pipeline.units import finite
 
-    # Python would write NaN, which is not JSON and which other parsers refuse.
+    # Python would write NaN, which is not JSON, so other parsers refuse it.
     typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from launch.options import AsJson, RunPath, TokenizerFile, examples, parse_output
+from launch.options import AsJson, RunPath, TokenizerFile, examples, output_option
 from launch.tables import new_console, print_json, table
 from pipeline.errors import ConfigError
 
@@ -31,12 +31,10 @@ Questions = Annotated[int | None, Option(min=1, help=_QUESTIONS)]
 Shots = Annotated[int | None, Option(min=0, help="Examples before each question (lm-eval only).")]
 TaskDir = Annotated[Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")]
 Nproc = Annotated[int | None, Option(min=1, help="Processes for the tasks (default: one per GPU).")]
-_TO = "Directory to write, for transformers' Auto classes."
-To = Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_TO)]
+To = Annotated[Path, output_option(text="Directory to write, for transformers' Auto classes.")]
 Dtype = Annotated[str, Option(help="Precision of the exported weights: fp32 or bf16.")]
 Source = Annotated[Path, Option("--from", help="Directory written by `save_pretrained`.")]
-_OUT = "Directory to create, with a checkpoint at step 0."
-Out = Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_OUT)]
+Out = Annotated[Path, output_option(text="Directory to create, with a checkpoint at step 0.")]
 
 app = typer.Typer()
 

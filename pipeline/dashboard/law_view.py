@@ -32,7 +32,7 @@ AROUND = 4.0  # the law of a size is drawn this factor beyond its shortest and l
 STOPS_PER_DECADE = 20  # of the sliders
 DECADES_BELOW = 2  # range of the sliders around the largest run
 DECADES_ABOVE = 4
-GPUS = (1, 8, 64, 512)  # the choices on the page: to plan all sizes for one of them takes a second
+GPUS = (1, 8, 64, 512)  # choices on the page; planning all sizes for one of them takes a second
 SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 
@@ -172,7 +172,7 @@ def valleys(points: Points, done: Study) -> list[dict[str, Any]]:
     found = []
     for runs in budgets_of(points):
         x, losses = valley(np.log(runs.N), runs.loss)
-        # Runs whose compute differs by more are not one budget (frontier.UNEQUAL).
+        # Runs whose compute differs by more do not share a budget (frontier.UNEQUAL).
         if len(x) < 2 or runs.C.max() > 1.5 * runs.C.min():
             continue
         C = float(np.median(runs.C))
@@ -225,7 +225,7 @@ def grid(done: Study) -> dict[str, Any]:
 def speeds(low: float, high: float) -> dict[str, Any]:
     """Return the planned MFU by cluster, GPUs and size, for prices as `launch forecast` gives them.
 
-    Only sizes that are nearest to some N between `low` and `high`. N of each size comes first.
+    The sizes are those that are nearest to some N between `low` and `high`.
     """
     known = sorted(decide.known_sizes().items(), key=lambda item: item[1])
     below = [i for i, (_, N) in enumerate(known) if low >= N]

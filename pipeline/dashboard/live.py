@@ -48,7 +48,7 @@ class Snapshot:
 
 
 class Watcher:
-    """`refresh` looks for changes once; `start` repeats that in a thread beside the server."""
+    """`refresh` looks for changes once; `start` repeats this in a thread."""
 
     def __init__(self, source: Source, law: str = "auto", *, curves: bool = False) -> None:
         self.source = source
@@ -58,7 +58,7 @@ class Watcher:
         self.snapshot = Snapshot(reading=(0, 0))
         self._views: dict[str, tuple[Hashable, RunView]] = {}  # run id → stamp, view
         self._encoded: dict[str, tuple[Hashable, bytes]] = {}  # run id → its origin, JSON
-        self._laws: dict[str, tuple[str, dict[str, Any]]] = {}  # group → what was fitted, law
+        self._laws: dict[str, tuple[str, dict[str, Any]]] = {}  # group → fitted values, law
         self._count = 0  # runs in the source
         self._stop = threading.Event()
 
@@ -97,7 +97,7 @@ class Watcher:
             view = self._read(key, notes)
             if view is not None:
                 self._views[key] = (stamps[key], view)
-            if time.monotonic() - shown > PROGRESS_S:  # show what a large store has given so far
+            if time.monotonic() - shown > PROGRESS_S:  # show the runs read so far
                 self._publish(notes, reading=(done, len(changed)))
                 shown = time.monotonic()
             if self._stop.is_set():
@@ -136,7 +136,7 @@ class Watcher:
         self.snapshot = replace(now, revision=old.revision + (now != old))
 
     def _encode(self, key: str, stamp: Hashable, view: RunView, limit: int) -> bytes:
-        """Return a run's row and curves as JSON, from the last time if nothing has changed."""
+        """Return a run's row and curves as JSON, from the cache if nothing has changed."""
         made_of, content = self._encoded.get(key, (None, b""))
         if made_of != (stamp, limit):
             row = view.row(key, time.time())
@@ -146,7 +146,7 @@ class Watcher:
         return content
 
     def _fit(self, notes: list[str]) -> bytes:
-        """Fit one law per group, largest group first; refit only what has changed."""
+        """Fit one law per group, largest group first; refit only groups that have changed."""
         groups: dict[str, dict[str, RunView]] = defaultdict(dict)
         for key, (_, view) in self._views.items():
             groups[view.group][key] = view

@@ -39,7 +39,7 @@ MALFORMED_SHARE = 0.01  # of the documents; more looks like a wrong file, not li
 # A shorter held-out text occurs in many documents by chance (GPT-3's appendix C).
 SHORTEST_HELD_OUT_WORDS = 8
 
-Report = Callable[[str, int, int], None]  # what, bytes done, bytes in total
+Report = Callable[[str, int, int], None]  # name of the stage, bytes done, bytes in total
 Record = TypeVar("Record", bound=Frozen)
 
 
@@ -309,7 +309,7 @@ def _manifest(
 
 
 def _source_share(source: str, train: shards.Split) -> shards.SourceShare:
-    """Count what training can draw from the source, without held-out documents."""
+    """Count the training documents of a source."""
     split = shards.Split.of([shard for shard in train.shards if shard.source == source])
     language = synthetic.LANGUAGES.get(source)
     return shards.SourceShare(

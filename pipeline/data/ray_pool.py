@@ -144,9 +144,9 @@ def run(
 ) -> list[Result]:
     """Call the function once per tuple of arguments, in parallel, and return results in order.
 
-    The first error is raised as it was in the worker. Only as many calls as there are CPUs are
-    submitted: the driver's memory does not grow with the work, and no call waits in a queue, where
-    canceling it can abort the driver (seen with Ray 2.60).
+    The first error in a worker is raised here. At most one call per CPU is submitted at a time, so
+    that memory does not grow with the work and no call waits in Ray's queue, where canceling it can
+    abort the driver (seen with Ray 2.60).
     """
     import ray
 

@@ -37,7 +37,7 @@ MOST_PIECES = 2**24  # sentencepiece counts in 32 bits; the largest vocabularies
 SENTENCE_CHARACTERS = 4096  # cut documents for the trainer: its work per sentence is not linear
 DECODE_IDS = 2**16  # ids decoded at once: as Python objects they take several times the memory
 
-# gigatoken 0.10 never forgets a word. Check its memory after so many characters of text.
+# gigatoken 0.10 never removes a word from its cache, so check its memory from time to time.
 CACHE_BYTES = 256 * MB
 CACHE_CHECK_CHARACTERS = 4 * MB
 

@@ -35,7 +35,7 @@ class Member:
     """One run of a sweep as a command, which is the same on this machine and on a cluster."""
 
     name: str
-    argv: tuple[str, ...]  # for `launch`; --resume starts or continues a run, or does nothing
+    argv: tuple[str, ...]  # of `launch`; with --resume, it starts, continues or keeps a run
     out: Path
     steps: int
     after: str | None = None  # its trunk: the member that must finish first
@@ -127,7 +127,7 @@ def run(
     """
     state = Progress(list(todo))
     known = {member.name for member in todo}
-    processes: dict[str, tuple[subprocess.Popen[bytes], IO[str]]] = {}  # with what they print
+    processes: dict[str, tuple[subprocess.Popen[bytes], IO[str]]] = {}  # with their output
 
     received: list[int] = []
 

@@ -181,7 +181,7 @@ def configs_of(sweep: Sweep) -> dict[str, RunSpec]:
 def _configs(
     sizes: tuple[str, ...], arch: str, data: str | None, cluster: str | None, sets: tuple[str, ...]
 ) -> dict[str, RunSpec]:
-    # The vocabulary is that of the data, as in `launch pretrain`.
+    # The data determines the vocabulary, as in `launch pretrain`.
     pieces = Corpus.open(Path(data)).manifest.tokenizer.vocab if data else None
     return {
         name: load(size=name, arch=arch, cluster=cluster, sets=sets, pieces=pieces)
@@ -371,7 +371,7 @@ def _no_grid(asked: str, refused: list[ConfigError]) -> ConfigError:
         if not isinstance(error, SizesError):  # another limit would not help
             return error
     sides = {error.side for error in refused if isinstance(error, SizesError)}
-    # The budget that is nearest to the sizes says what to change.
+    # The reason for the budget that is nearest to the sizes names the best remedy.
     reason = str(refused[-1] if sides == {"above"} else refused[0])
     if len(sides) == 2:
         reason = "large ones have too few sizes above N*, small ones below; add sizes or raise wide"

@@ -36,7 +36,7 @@ const iso = {
     return true;
   };
 
-  // Leave the node alone if nothing changes, so that screen readers stay quiet.
+  // Do not replace an equal text, because a screen reader would read it again.
   const setText = (node, text) => {
     if (node.textContent !== text) node.textContent = text;
   };

@@ -337,7 +337,7 @@
   }
 
   function forecastCommand(fit, stop, chosen, gpus) {
-    // Groups that share their options cannot be told apart on the command line.
+    // The command line cannot distinguish groups with the same options.
     const ambiguous = iso.laws.some((law) => law !== fit && law.options === fit.options);
     const target = stop.share === 1
       ? `--flops ${stop.C.toPrecision(6)}`
@@ -346,7 +346,7 @@
     return `launch forecast ${source} ${target} --cluster ${chosen.name} --gpus ${gpus}`;
   }
 
-  // Loss against size at the chosen compute, or against compute if the law knows no sizes.
+  // Loss against size at the chosen compute, or against compute if the law does not depend on N.
   function drawForecastChart(grid, stop) {
     const color = theme("--law");
     const bySize = Boolean(grid.sizes);
