@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import astuple, dataclass
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,7 +78,7 @@ def prepare(
     tasks = plan(recipe.sources, limit_bytes=limit_bytes, seed=recipe.seed, out=out, warn=warn)
     if not tasks:
         raise _no_text(recipe)
-    for piece in (piece for task in tasks for piece in task):
+    for piece in chain.from_iterable(tasks):
         if recipe.pairs and piece.kind not in ("jsonl", "parquet", "arrow", "hf"):
             known = ".jsonl, .parquet, .arrow or hf:NAME"
             given = f"pairs={','.join(recipe.pairs)}"
@@ -157,7 +158,7 @@ def _write_held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Non
     grams: dict[int, list[U64]] = {}
     texts = 0
     short = 0
-    for piece in (piece for task in against for piece in task):
+    for piece in chain.from_iterable(against):
         for text in read(piece, (job.recipe.text_key,)):
             if isinstance(text, Malformed):  # a skipped text might be in the training data
                 raise DataError(f"decontaminate.against: {text.where}; fix the file")

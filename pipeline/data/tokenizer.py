@@ -359,7 +359,7 @@ def _sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
 def _sample_shares(tasks: Sequence[Task], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Return each source's share of the sample: by the mixture's weights, or by size."""
     sizes: dict[str, float] = {}
-    for piece in (piece for task in tasks for piece in task):
+    for piece in itertools.chain.from_iterable(tasks):
         sizes[piece.source] = sizes.get(piece.source, 0) + piece.bytes
     chosen = {source: weights.get(source, 0) for source in sizes} if weights else sizes
     total = max(sum(chosen.values()), 1e-300)
