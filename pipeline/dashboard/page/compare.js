@@ -93,7 +93,11 @@
     const base = found.find(at) ?? found[0];
     const baseLoss = at(base);
     // The best loss so far falls with compute, so `interpolate` can use 1/loss as an x axis.
-    const inverse = base.loss.map((_, i) => 1 / Math.min(...base.loss.slice(0, i + 1)));
+    let best = Infinity;
+    const inverse = base.loss.map((loss) => {
+      best = Math.min(best, loss);
+      return 1 / best;
+    });
     const row = (side, i) => {
       const loss = at(side);
       const needed = loss && interpolate(1 / loss, inverse, base.C);
