@@ -38,7 +38,7 @@ _PRINT_S = 5.0  # for the last lines of a command that was asked to stop
 # The options of this command; those that others share are in launch/options.py.
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
 Data = Annotated[Path | None, options.path_option(text="Directory made by `launch data prepare`.")]
-_OUT = "Run directory (default: runs/EXPERIMENT/SIZE)."
+_OUT = "Run directory (default: SIZE in runs/EXPERIMENT)."
 Out = Annotated[Path | None, options.output_option(text=_OUT)]
 _NPROC = "Processes per node (default: one per GPU; with --resume as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
