@@ -26,7 +26,7 @@ _BATCHES = "Held-out batches (default: those of training)."
 Batches = Annotated[int | None, Option(min=1, help=_BATCHES)]
 _TASKS = "File of questions (JSON lines), or the name of a task of lm-eval. Repeatable."
 Tasks = Annotated[list[str] | None, Option(help=_TASKS)]
-_QUESTIONS = "Questions per task, evenly spaced, or the first for lm-eval (default: all)."
+_QUESTIONS = "Questions per task, evenly spaced (lm-eval: the first; default: all)."
 Questions = Annotated[int | None, Option(min=1, help=_QUESTIONS)]
 Shots = Annotated[int | None, Option(min=0, help="Examples before each question (lm-eval only).")]
 TaskDir = Annotated[Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")]
