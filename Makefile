@@ -7,7 +7,7 @@ LAUNCH := $(BIN)/launch
 # The demo runs on CPUs; its ladder takes minutes.
 DATA   := data/demo
 RUNS   := runs/demo
-# The run that is forecast from the ladder; it needs several times the largest run's compute.
+# The run to forecast; it takes several times the compute of the ladder's largest run.
 LARGER := 500k
 
 .PHONY: demo picture quick test gpu-test attack check install system clean clean-demo help
@@ -34,13 +34,13 @@ system:  ## install the Debian packages that the tests use: a browser and SLURM
 	    chromium munge slurmctld slurmd slurm-client iproute2 procps util-linux; \
 	fi
 
-# ── the main job ─────────────────────────────────────────────────────────────────────────────────
+# ── demo ─────────────────────────────────────────────────────────────────────────────────────────
 
 demo: install  ## corpus, a ladder, a law, a forecast, the larger run and its score, in minutes
 	$(LAUNCH) data prepare --source python --out $(DATA) --vocab-size 1024 --valid-share 0.05
 	$(LAUNCH) sweep run cpu --data $(DATA) --jobs 2 --out $(RUNS)
 	$(LAUNCH) fit --runs $(RUNS)
-	@# The forecast is registered once, before the run it is about: a second `make demo` keeps it.
+	@# The forecast is registered once, before its run: a second `make demo` keeps it.
 	[ -e $(RUNS)/forecast.json ] || { $(LAUNCH) forecast --runs $(RUNS) --size $(LARGER) --tokens 655360 --register --json > $(RUNS)/forecast.part && mv $(RUNS)/forecast.part $(RUNS)/forecast.json; }
 	$(BIN)/$$($(BIN)/python -c 'import json; print(json.load(open("$(RUNS)/forecast.json"))["recipe"]["command"])') --set train.eval_every=100000 --set train.log_every=32 --nproc 2 --out $(RUNS)/$(LARGER) --resume
 	$(LAUNCH) dashboard --runs $(RUNS) --static $(RUNS)/dashboard.html

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from inspect import cleandoc
 from typing import Annotated
 
 import typer
@@ -49,12 +50,11 @@ def _options(
 def mount(names: Iterable[str] = MODULES) -> None:
     """Add the commands of modules to the app."""
     for name in names:
-        module = import_module(f"launch.{name}")
-        if hasattr(module, "register"):
-            commands = typer.Typer()
-            module.register(commands)
-        else:
-            commands = module.app
+        commands = import_module(f"launch.{name}").app
+        for command in commands.registered_commands:
+            # typer prints the epilog below the options, which fill a screen. Examples come first.
+            command.help = f"{cleandoc(command.callback.__doc__)}\n\n{command.epilog}"
+            command.epilog = None
         # Only a group of commands, such as `launch data prepare`, has a name.
         app.add_typer(commands, name=name if name in GROUPS else None)
 
@@ -69,7 +69,7 @@ def describe(error: Exception) -> tuple[str, int]:
         # The system refuses a path: it is missing, not permitted, too long, on a full disk, …
         path = _shorten(error.filename)
         return f"{path}: {error.strerror}; check the path and its permissions", 2
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of the output of the command
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # while printing the output
         return f"the output cannot be written: {error.strerror}; make space on its disk", 2
     # A bug of ours, not a wrong setting. Exit code 1 lets scripts distinguish the two.
     what = _shorten(f"{type(error).__name__}: {error}")
@@ -77,8 +77,7 @@ def describe(error: Exception) -> tuple[str, int]:
 
 
 def _usage(error: typer.TyperException) -> str:
-    """Return what is wrong with the words of a command, and where its options are listed; empty if
-    there is nothing to add."""
+    """Return a usage error as one line that names the command's help; empty if that was printed."""
     from pydantic import ValidationError
 
     text = error.format_message().rstrip(".").replace("Input should be", "must be")

@@ -1,5 +1,4 @@
-"""`launch bench data | loader | train | generate | in-context`: ratios measured in one run, because
-machines are noisy."""
+"""`launch bench`: measure both sides of a comparison in one call, because machines vary."""
 
 import json
 import os
@@ -33,16 +32,15 @@ _FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 
 # Name and value. They are generated and printed one by one, because a measurement takes minutes.
 Figures = Iterable[tuple[str, Any]]
-Tenfold = Annotated[bool, Option("--tenfold", help="Also use ten times the text; takes minutes.")]
-_PROFILE = "Print the kernels of one step and a GPU's idle gaps."
-Profile = Annotated[bool, Option("--profile", help=_PROFILE)]
+_TENFOLD = "Also measure with ten times the text, which takes minutes."
+Tenfold = Annotated[bool, Option("--tenfold", help=_TENFOLD)]
+Profile = Annotated[bool, Option("--profile", help="Print a step's kernels and idle gaps.")]
 _COMPARE_TRAIN = (
-    "hf: Hugging Face's model of the same shape; hf-mixed: the same with fp32 master "
-    "weights, like ours; bf16: our own model without fp8 (fp32 on a CPU)."
+    "Also time hf: Hugging Face's model of the same shape; hf-mixed: the same with fp32 master "
+    "weights, like ours; or bf16: our own model without fp8 (fp32 on a CPU)."
 )
 CompareTrain = Annotated[str | None, Option(help=_COMPARE_TRAIN)]
-_AUTO_BATCH = "Find the largest micro-batch that fits, by trial."
-AutoBatch = Annotated[bool, Option("--auto-batch", help=_AUTO_BATCH)]
+AutoBatch = Annotated[bool, Option("--auto-batch", help="Find the largest micro-batch that fits.")]
 _OVERHEADS = "Measure guard, log, hashes and checkpoints separately."
 Overheads = Annotated[bool, Option("--overheads", help=_OVERHEADS)]
 
@@ -61,7 +59,7 @@ app = typer.Typer(
 def data(
     megabytes: Annotated[int, Option(min=1, help="Megabytes of the python corpus to use.")] = 128,
     compare: Annotated[
-        str | None, Option(help=f"datatrove: also time its pipelines ({_DATATROVE}); minutes.")
+        str | None, Option(help=f"datatrove: also time its pipelines, for minutes ({_DATATROVE}).")
     ] = None,
     tenfold: Tenfold = False,
     as_json: AsJson = False,
@@ -108,9 +106,9 @@ def loader(
 def train(
     size: Size = "tiny",
     arch: Arch = None,
-    data: Annotated[Path | None, Option(help="Prepared shards; by default random tokens.")] = None,
+    data: Annotated[Path | None, Option(help="Prepared data (default: random tokens).")] = None,
     steps: Annotated[int, Option(min=1, max=100_000, help="Timed steps.")] = 3,
-    zero: Annotated[int | None, Option(min=0, max=3, help="ZeRO stage. Default: 1.")] = None,
+    zero: Annotated[int | None, Option(min=0, max=3, help="ZeRO stage (default: 1).")] = None,
     cluster: Cluster = None,
     sets: Settings = None,
     parts: Annotated[bool, Option(help="Also time forward, backward and optimizer.")] = True,
@@ -146,7 +144,7 @@ def train(
     config, notes = _resolve(loaded, world, corpus, int(environment.get(_FAILED, 0)) or None)
     peer = None if compare is None else _peer(compare, config, world.size)
     terminal = False if as_json or not world.first else None  # None: detect
-    # Refreshed once a second, because its thread shares the CPU with what is timed.
+    # Refreshed once a second only, because its thread shares the CPU with the timed step.
     status = Console(stderr=True, force_terminal=terminal).status(
         "matmul ceiling", refresh_per_second=1
     )
@@ -171,10 +169,10 @@ def train(
     )
 )
 def generate(
-    size: Annotated[str | None, Option(help="Size, with random weights. Default: tiny.")] = None,
+    size: Annotated[str | None, Option(help="Size of a random model (default: tiny).")] = None,
     arch: Arch = None,
-    run: Annotated[Path | None, Option(help="A run, instead of random weights.")] = None,
-    rows: Annotated[int, Option(min=1, max=10**5, help="Prompts at a time.")] = 8,
+    run: Annotated[Path | None, Option(help="Run to use instead of a random model.")] = None,
+    rows: Annotated[int, Option(min=1, max=10**5, help="Prompts per call.")] = 8,
     prompt_tokens: Annotated[int, Option(min=1, max=10**6, help="Tokens of each prompt.")] = 64,
     new_tokens: Annotated[int, Option(min=1, max=10**6, help="Tokens to generate.")] = 128,
     rounds: Annotated[int, Option(min=1, max=10**5, help="Timed calls; the median counts.")] = 3,
@@ -209,7 +207,7 @@ def generate(
 def in_context(
     d: Annotated[int, Option("--d", min=1, max=100, help="Dimensions of x.")] = 2,
     count: Annotated[int, Option("--examples", min=1, max=1000, help="Examples per row.")] = 10,
-    noise: Annotated[float, Option(min=1e-3, max=1e3, help="Deviation of the noise.")] = 0.5,
+    noise: Annotated[float, Option(min=1e-3, max=1e3, help="Standard deviation of noise.")] = 0.5,
     size: Size = "83k",
     arch: Arch = None,
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 2500,
@@ -291,9 +289,9 @@ def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, W
 def _try_smaller_batch(
     error: RuntimeError, config: "RunConfig", world: "World", environment: dict[str, str]
 ) -> NoReturn:
-    """After running out of memory under --auto-batch, start the next trial in this process's place.
+    """Replace this process by the next trial of --auto-batch after it ran out of memory.
 
-    Only a new process has the memory back: DeepSpeed never releases an engine.
+    Only a new process has the memory again, because DeepSpeed never releases an engine.
     """
     from pipeline.planner.check import smaller_micro_batch
     from pipeline.process import python_module
@@ -331,7 +329,7 @@ def _with_status(figures: Iterator[tuple[str, Any]], status: "Status") -> Iterat
 
 
 def _print(figures: Figures, as_json: bool, show: bool = True) -> None:
-    """Print figures as they come. Measure all of them even if hidden: other ranks take part."""
+    """Print each figure when it is measured. Hidden figures are measured too, for other ranks."""
     if as_json:
         # One object at the end. A failure halfway prints no JSON instead of half of it.
         found = dict(figures)

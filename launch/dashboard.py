@@ -51,7 +51,7 @@ def dashboard(
     from pipeline.dashboard.source import open_source
     from pipeline.scaling.study import NAMES
 
-    # Checked here. The watcher fits later in a thread, where an error is only a note on the page.
+    # Checked here, because the watcher fits later in a thread, where an error becomes a note.
     if law not in NAMES:
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
     if curves and law == "envelope":
@@ -70,7 +70,7 @@ def write(watcher: "Watcher", target: Path, as_json: bool) -> None:
     from pipeline.dashboard.live import encode
     from pipeline.dashboard.server import static_page
 
-    # strict: a page about nothing is of no use, so an unreadable source is an error here.
+    # Unlike a live page, a file cannot recover, so an unreadable source is an error here.
     watcher.refresh(strict=True)
     page = static_page(watcher.everything())
     try:
@@ -80,7 +80,7 @@ def write(watcher: "Watcher", target: Path, as_json: bool) -> None:
         raise ConfigError(
             f"static={target} cannot be written ({error.strerror}); choose another file"
         ) from None
-    # Runs that are left out; stdout may be JSON for another program.
+    # Report runs that were left out on stderr, because stdout may be JSON.
     for note in watcher.snapshot.notes:
         typer.echo(note, err=True)
     count = len(watcher.snapshot.runs)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from launch.options import AsJson, Quiet, examples, parse_output
+from launch.options import AsJson, Quiet, examples, output_option
 from launch.tables import print_json
 from pipeline.errors import ConfigError
 
@@ -24,34 +25,34 @@ app = typer.Typer(
 )
 
 
-SOURCE_HELP = "python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
+SOURCE_HELP = "Text: a file, directory, glob, hf:NAME[:split], python or synthetic. Repeatable."
 LIMIT_HELP = "Bytes to read of each --source; the files of a directory or glob share it."
 # Both commands read text in the same way.
-LimitBytes = Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)]
-TextKey = Annotated[str | None, typer.Option(help="Column with the text (default: text).")]
-_PAIRS = "Columns with a text and its translation, such as en,de; more are more languages."
-Pairs = Annotated[str | None, typer.Option(metavar="SOURCE,TARGET", help=_PAIRS)]
-# Options of prepare. Without a value, --config decides, and then the default of the recipe.
-_SHARDS = "Directory for the shards."
-Shards = Annotated[Path, typer.Option("--out", parser=parse_output, metavar="PATH", help=_SHARDS)]
-RecipeName = Annotated[str | None, typer.Option(help="Name in configs/data, or a TOML file.")]
-VocabSize = Annotated[int | None, typer.Option(help="Train BPE of this size (default: 4096).")]
-GivenTokenizer = Annotated[Path | None, typer.Option(help="Use this SentencePiece .model instead.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Ray workers (default: all CPUs).")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Sampling seed (default: 0).")]
-_VALID_SHARE = "Share to hold out (default: 0.01)."
-ValidShare = Annotated[float | None, typer.Option(min=0, max=0.5, help=_VALID_SHARE)]
+LimitBytes = Annotated[int | None, Option(min=1, help=LIMIT_HELP)]
+TextKey = Annotated[str | None, Option(help="Column with the text (default: text).")]
+_PAIRS = "Columns with the same text in two or more languages, such as en,de."
+Pairs = Annotated[str | None, Option(metavar="SOURCE,TARGET", help=_PAIRS)]
+# Options of prepare. One that is not given has the value of --config, or the recipe's default.
+Shards = Annotated[Path, output_option("--out", text="Directory for the shards.")]
+RecipeName = Annotated[str | None, Option(help="Recipe, a name in configs/data or a TOML file.")]
+VocabSize = Annotated[int | None, Option(help="Pieces of the tokenizer to train (default: 4096).")]
+GivenTokenizer = Annotated[Path | None, Option(help="SentencePiece .model to encode with.")]
+Workers = Annotated[int | None, Option(min=1, help="Ray workers (default: all CPUs).")]
+Seed = Annotated[int | None, Option(min=0, help="Sampling seed (default: 0).")]
+_VALID_SHARE = "Share of the documents to hold out (default: 0.01)."
+ValidShare = Annotated[float | None, Option(min=0, max=0.5, help=_VALID_SHARE)]
 _MALFORMED_SHARE = "Stop if a larger share of documents is malformed."
-MalformedShare = Annotated[float, typer.Option(min=0, max=1, help=_MALFORMED_SHARE)]
-_RECIPE_SETTINGS = "KEY=VALUE of the recipe, such as seed=1."
-RecipeSettings = Annotated[list[str] | None, typer.Option("--set", help=_RECIPE_SETTINGS)]
+MalformedShare = Annotated[float, Option(min=0, max=1, help=_MALFORMED_SHARE)]
+_RECIPE_SETTINGS = "One setting of the recipe as KEY=VALUE, such as seed=1. Repeatable."
+RecipeSettings = Annotated[list[str] | None, Option("--set", help=_RECIPE_SETTINGS)]
 # Options of tokenizer.
-Kind = Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")]
-_SPECIALS = "A control piece; repeatable (default: <pad> <mask>)."
-Specials = Annotated[list[str] | None, typer.Option(help=_SPECIALS)]
-Weights = Annotated[list[str] | None, typer.Option(help="SOURCE=WEIGHT (default: by size).")]
-_SAMPLE_BYTES = "Bytes to train on (default: by vocabulary)."
-SampleBytes = Annotated[int | None, typer.Option(min=1, help=_SAMPLE_BYTES)]
+Kind = Annotated[str, Option(help="bpe, or unigram, which encodes several times slower.")]
+_SPECIALS = "Control piece, which text never produces. Repeatable (default: <pad> and <mask>)."
+Specials = Annotated[list[str] | None, Option(help=_SPECIALS)]
+_WEIGHTS = "Weight of a source in the sample, as SOURCE=WEIGHT. Repeatable (default: by size)."
+Weights = Annotated[list[str] | None, Option(help=_WEIGHTS)]
+_SAMPLE_BYTES = "Bytes of text to train on (default: by vocabulary)."
+SampleBytes = Annotated[int | None, Option(min=1, help=_SAMPLE_BYTES)]
 PREPARE_EXAMPLES = examples(
     "launch data prepare --source python --out data/python",
     "launch data prepare --source 'web/*.jsonl.zst' --source books.parquet --vocab-size 32768 "
@@ -67,7 +68,7 @@ PREPARE_EXAMPLES = examples(
 @app.command(epilog=PREPARE_EXAMPLES)
 def prepare(
     out: Shards,
-    source: Annotated[list[str] | None, typer.Option(help=SOURCE_HELP)] = None,
+    source: Annotated[list[str] | None, Option(help=SOURCE_HELP)] = None,
     config: RecipeName = None,
     vocab_size: VocabSize = None,
     tokenizer: GivenTokenizer = None,
@@ -128,8 +129,8 @@ def prepare(
 
 
 def _refuse_both(**options: object) -> None:
-    given = [f"{name.replace('_', '-')}={value}" for name, value in options.items()]
     if None not in options.values():
+        given = [f"{name.replace('_', '-')}={value}" for name, value in options.items()]
         raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
 
 
@@ -168,11 +169,9 @@ def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
     ),
 )
 def train_tokenizer(
-    source: Annotated[list[str], typer.Option(help=SOURCE_HELP)],
-    out: Annotated[
-        Path, typer.Option(parser=parse_output, metavar="PATH", help="The .model file to write.")
-    ],
-    vocab_size: Annotated[int, typer.Option(help="Pieces, with bytes and controls.")] = 32768,
+    source: Annotated[list[str], Option(help=SOURCE_HELP)],
+    out: Annotated[Path, output_option(text="The .model file to write.")],
+    vocab_size: Annotated[int, Option(help="Pieces, including bytes and controls.")] = 32768,
     kind: Kind = "bpe",
     special: Specials = None,
     weight: Weights = None,
@@ -196,7 +195,7 @@ def train_tokenizer(
         "limit_bytes": limit_bytes,
         "text_key": text_key,
         "train": train,
-        # A tokenizer's sample uses the weights of the mixture, which otherwise apply to batches.
+        # The weights of a mixture apply to the tokenizer's sample, too.
         "mixture": {"weights": _weights(weight, source)} if weight else None,
     }
     made = make_tokenizer(load_recipe(None, settings), out)
@@ -225,7 +224,7 @@ def _weights(given: list[str], sources: list[str]) -> dict[str, float]:
 
 @app.command(epilog=examples("launch data inspect data/python --json"))
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],
+    path: Annotated[Path, Argument(help="A directory made by `launch data prepare`.")],
     as_json: AsJson = False,
 ) -> None:
     """Verify every checksum; print counts, token statistics and a sample."""
@@ -254,12 +253,14 @@ def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _plain(key: str, value: Any) -> str:
-    """A figure of `launch data inspect` in words; its JSON form has the values themselves."""
+    """Return a value of `launch data inspect` as text."""
     if key == "most_frequent":  # pieces with their shares of all tokens
         return "  ".join(f"{piece!r} {share:.1%}" for piece, share in value)
-    if isinstance(value, tuple):  # what a stage dropped for one reason
+    if isinstance(value, tuple):  # dropped by a stage for one reason
         return f"{value[0]:,} documents, {value[1]:,} bytes"
-    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "–" if value is None else str(value)
 
 
 @contextmanager
@@ -283,8 +284,7 @@ def _progress(quiet: bool) -> "Iterator[Report]":
 
             yield draw
     else:
-        # Tenths that were printed: at most eleven lines per stage in a log file.
-        shown: dict[str, int] = {}
+        shown: dict[str, int] = {}  # stage → last tenth printed
 
         def line(what: str, done: int, total: int) -> None:
             tenth = done * 10 // max(total, 1)

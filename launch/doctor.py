@@ -45,7 +45,7 @@ class Finding:
 @app.command(epilog=examples("launch doctor", "launch doctor --json"))
 def doctor(as_json: AsJson = False) -> None:
     """Check Python, packages, GPUs, tracking, SLURM, memory and disk; exit 1 if one is broken."""
-    # On stderr, and also in a pipe: on a cold disk nothing else is printed for half a minute.
+    # On stderr, also in a pipe, because nothing else is printed for up to half a minute.
     typer.echo(f"importing {len(PACKAGES)} packages: up to half a minute", err=True)
     findings = []
     for finding in _findings():
@@ -65,7 +65,7 @@ def _findings() -> Iterator[Finding]:
         ".".join(map(str, sys.version_info[:3])),
         "install Python 3.11 or newer",
     )
-    # Imports take seconds each, so they run side by side, and each is shown when it is done.
+    # Each import takes seconds, so they run in parallel, and each is printed when it is done.
     with ThreadPoolExecutor() as pool:
         checks = [pool.submit(_package, name) for name in PACKAGES]
         for done in as_completed(checks):

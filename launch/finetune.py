@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from launch import options, pretrain
 from launch.pretrain import given_only
@@ -26,17 +27,14 @@ EXAMPLES = options.examples(
     "launch finetune --resume --out runs/assistant",
     "launch finetune --run runs/1b --data answers.jsonl --cluster h100 --slurm --time 2:00:00",
 )
-Option = typer.Option
 _DATA = "JSON lines with prompt and answer; or text, label and optionally text2."
 Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="FILE", help=_DATA)]
-_RUN = "Run to start from, or one checkpoint of it."
-Run = Annotated[Path | None, Option("--run", help=_RUN)]
-Init = Annotated[Path | None, Option(help="The same, for a directory of `launch import`.")]
-_VALID = "Held-out examples (default: a share of --data)."
-Valid = Annotated[Path | None, Option(help=_VALID)]
+Run = Annotated[Path | None, Option("--run", help="Run to start from, or one checkpoint of it.")]
+Init = Annotated[Path | None, Option(help="Model of `launch import`, instead of --run.")]
+Valid = Annotated[Path | None, Option(help="Held-out examples (default: a share of --data).")]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
 _OUT = "Run directory (default: RUN-FILE in runs/finetune)."
-Out = Annotated[Path | None, Option(parser=options.parse_output, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, options.output_option(text=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]
 _RATE = "Peak learning rate (default: a quarter of pretraining's, with --lora ten times that)."
@@ -45,7 +43,7 @@ _SEQ = "Tokens of a row; longer texts are cut (default: the longest, at most the
 Seq = Annotated[int | None, Option(help=_SEQ, min=2)]
 _NUMBERS = "Predict labels as numbers; the default if any label has a fraction."
 Regression = Annotated[bool, Option("--regression", help=_NUMBERS)]
-_LM = "Weight of the language-model loss, in addition to the labels' loss; GPT has 0.5."
+_LM = "Weight of the language-model loss, which is added to that of the labels; GPT used 0.5."
 LmWeight = Annotated[float | None, Option(help=_LM, min=0.0, max=1e6)]
 _LORA = "Train only adapters of this rank for the blocks' matrices (LoRA)."
 Rank = Annotated[int | None, Option("--lora", help=_LORA, min=1)]
@@ -141,7 +139,7 @@ def _begin_new(asked: "FineTuning", start: pretrain.Start) -> None:
         new = replace(start.request, out=out, init=asked.start, defaults=prepared.defaults)
         start.begin(plan_run(replace(new, data=prepared.rows), start.devices))
     finally:
-        # A run that was refused, interrupted or only shown leaves nothing behind.
+        # If the run was refused, interrupted or only shown, remove its examples.
         if not RunDir(out).exists:
             shutil.rmtree(prepared.rows)
             if not was_there:
@@ -150,7 +148,7 @@ def _begin_new(asked: "FineTuning", start: pretrain.Start) -> None:
 
 
 def _check_batch(batch: int, worlds: Sequence[int]) -> None:
-    """Refuse a batch that any number of processes, which a job may start with, cannot divide."""
+    """Refuse a batch that is not a multiple of every number of processes the job may have."""
     refused = next((world for world in worlds if batch % world), None)
     if refused is not None:
         every = math.lcm(*worlds[:8])

@@ -1,4 +1,4 @@
-"""`launch forecast`: the loss or a task's score of a larger run, or the run to buy; its cost."""
+"""`launch forecast`: predict the loss, a task's score and the cost of a larger run."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,33 +28,44 @@ if TYPE_CHECKING:
 
     Place = Callable[[Study], Points]  # the targets, which may depend on the law
 
-TargetSize = Annotated[str | None, Option(help="Model size, such as 1b.")]
-_TOKENS = "Tokens; default with --size: the ladder's own number per parameter, or 20."
+TargetSize = Annotated[str | None, Option(help="Forecast a run of this model size, such as 1b.")]
+_TOKENS = "Training tokens (default with --size: as many per parameter as the ladder, or 20)."
 Tokens = Annotated[float | None, Option(help=_TOKENS)]
-Params = Annotated[float | None, Option(help="N, counted as in the fitted points; needs --tokens.")]
-_FLOPS = "Compute budget; forecasts the best run for it, inference included."
-Flops = Annotated[float | None, Option(help=_FLOPS)]
-_TARGET_LOSS = "Loss to reach; finds the cheapest run that does."
-TargetLoss = Annotated[float | None, Option(help=_TARGET_LOSS)]
+_PARAMS = "Forecast a run with N parameters, counted as in the fitted points; needs --tokens."
+Params = Annotated[float | None, Option(help=_PARAMS)]
+Flops = Annotated[float | None, Option(help="Forecast the best run for this compute.")]
+TargetLoss = Annotated[float | None, Option(help="Find the cheapest run that reaches this loss.")]
 _INFERENCE_TOKENS = (
     "Tokens to serve after training; with --target-loss or --flops, finds the best N and "
     "D for training and inference together."
 )
 InferenceTokens = Annotated[float | None, Option(help=_INFERENCE_TOKENS)]
 _INFERENCE_MFU = (
-    "MFU of inference: a FLOP of inference costs 0.4/MFU of one of training (default: "
-    "0.4, the same)."
+    "MFU of inference; a FLOP of inference costs as much as 0.4/MFU training FLOPs (default: 0.4)."
 )
 InferenceMfu = Annotated[float | None, Option(help=_INFERENCE_MFU, min=0.001, max=1)]
-Unique = Annotated[float | None, Option(help="Distinct tokens available; all others are repeats.")]
-_TARGETS = "CSV with columns N, D (optional: C, run, experts, unique)."
-Targets = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_TARGETS)]
+Unique = Annotated[float | None, Option(help="Number of distinct tokens; others are repeats.")]
+_TARGETS = "CSV of runs to forecast, with columns N, D (optional: C, run, experts, unique)."
+Targets = Annotated[Path | None, options.path_option(text=_TARGETS)]
 _GPUS = "Number of GPUs of --cluster, to compute the hours (default: 8)."
 Gpus = Annotated[int | None, Option(help=_GPUS, min=1)]
 _REGISTER = "Save the forecast for `launch score`; it cannot be changed later."
 Register = Annotated[bool, Option("--register", help=_REGISTER)]
 
+app = typer.Typer()
 
+
+@app.command(
+    epilog=options.examples(
+        "launch forecast --runs runs/ladder --size 1b --register",
+        "launch forecast --points runs.csv --flops 1e24 --json",
+        "launch forecast --points runs.csv --target-loss 2.1 --cluster h100 --gpus 256",
+        "launch forecast --points runs.csv --target-loss 2.1 --inference-tokens 1e13",
+        "launch forecast --points runs.csv --flops 1e22 --unique 25e9",
+        "launch forecast --points small.csv --targets large.csv",
+        "launch forecast --runs runs/ladder --task questions --size 1b --register",
+    )
+)
 def forecast(
     runs: options.RunsDir = None,
     experiment: options.Experiment = None,
@@ -154,11 +165,12 @@ def _register(
 
     paths = record.register(folder, made, fit, now=time.time())
     data["registered"] = [str(path) for path in paths]
-    # By default the directory of a sweep has the name of its experiment. The files are the record:
-    # a store that cannot be reached is a warning.
+    # By default the directory of a sweep has the name of its experiment. The files are the record,
+    # so a store that cannot be reached is only a warning.
     name = experiment or (runs.resolve().name if runs else None)
     failure = keep(name, forecasts=paths) if name else None
-    data["warnings"] += [failure] if failure else []
+    if failure:
+        data["warnings"].append(failure)
 
 
 def _figures(
@@ -171,7 +183,7 @@ def _figures(
     *,
     one: bool,
 ) -> dict[str, Any]:
-    """The forecasts as JSON; a single one is not wrapped in a list."""
+    """Return the forecasts as JSON; a single one is not wrapped in a list."""
     from pipeline.scaling import decide, predict
 
     warnings = [*done.warnings, *predict.cautions(done, places, made, demand.unique, ladder)]
@@ -194,7 +206,7 @@ def _demand(
     buys: bool,
     targets: Path | None,
 ) -> "Demand":
-    """The checked demand besides training."""
+    """Check the options about inference and repeated data, and return them together."""
     from pipeline.scaling.decide import MFU, Demand
 
     if inference_tokens is not None and not buys:
@@ -352,7 +364,7 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
             f"no known {end} limit" if found[key] is None else power(found[key])
             for key, end in (("flops_low", "lower"), ("flops_high", "upper"))
         )
-        # The interval is of the total cost, inference included.
+        # The interval is that of the total cost, which includes inference.
         total = found.get("total_cost_flops", run.C)
         what = "training and inference" if "total_cost_flops" in found else "training"
         if found.get("inference_price", 1) != 1:
@@ -379,18 +391,3 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
             f"{found['repeats_from']}); with new data only, the loss would be "
             f"{found['loss_with_new_data']:.4f}."
         )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command(
-        epilog=options.examples(
-            "launch forecast --runs runs/ladder --size 1b --register",
-            "launch forecast --points runs.csv --flops 1e24 --json",
-            "launch forecast --points runs.csv --target-loss 2.1 --cluster h100 --gpus 256",
-            "launch forecast --points runs.csv --target-loss 2.1 --inference-tokens 1e13",
-            "launch forecast --points runs.csv --flops 1e22 --unique 25e9",
-            "launch forecast --points small.csv --targets large.csv",
-            "launch forecast --runs runs/ladder --task questions --size 1b --register",
-        )
-    )(forecast)

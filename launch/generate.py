@@ -25,8 +25,7 @@ File = Annotated[Path | None, Option(help=_FILE)]
 To = Annotated[str | None, Option(help="Language to translate to, if the run has several.")]
 _FROM = "Language of the sources, if the run has more than two."
 From = Annotated[str | None, Option("--from", help=_FROM)]
-_SHOTS = "File with examples, which is put before every prompt."
-Shots = Annotated[Path | None, Option(help=_SHOTS)]
+Shots = Annotated[Path | None, Option(help="File with examples, which is put before every prompt.")]
 _TEMPERATURE = "Sampling temperature; 0 chooses the likeliest token."
 Temperature = Annotated[float, Option(help=_TEMPERATURE, min=0, max=1e6)]
 TopK = Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)]
@@ -42,7 +41,7 @@ app = typer.Typer()
 
 
 class Given(NamedTuple):
-    """A text of the user, and what it is."""
+    """A text of the user, and its kind."""
 
     kind: str  # "prompt", "source", or "" for a line of plain text, which may be either
     text: str
@@ -54,8 +53,8 @@ class Input(NamedTuple):
     text: str
     prompt: list[int]  # first tokens of the decoder
     source: list[int] | None  # input of the encoder, if there is one
-    # The tokens before the new ones in the same text: alone, with the tokenizer of Llama, the new
-    # ones would lose their first space. An answer is tokenized alone in fine-tuning.
+    # Tokens to decode together with the new ones, because Llama's tokenizer removes the first space
+    # of a text. Empty for an answer, which fine-tuning tokenizes alone.
     before: tuple[int, ...] = ()
 
 
@@ -120,7 +119,7 @@ def generate(
             best = decode.beam_search(model, one.prompt, max_new, pieces.eod, beam, one.source)[0]
             _print(one, list(best.tokens), pieces, as_json, log_likelihood=best.score)
     else:
-        # Some at a time: the cache of a long file of prompts would not fit.
+        # In groups, because the cache of all prompts of a long file would not fit.
         for at in range(0, len(inputs), AT_ONCE):
             few = inputs[at : at + AT_ONCE]
             # The seed of a prompt does not depend on the other prompts of its batch.
@@ -138,7 +137,7 @@ def _inputs(
     from_: str | None,
     to: str | None,
 ) -> list[Input]:
-    """Return the inputs for each text, which is given as the user wrote it and with examples."""
+    """Return the inputs of the model for each pair of a text as written and with examples."""
     from pipeline.config.objective import Answers
     from pipeline.config.spans import MODES, Mixture
 
@@ -258,7 +257,7 @@ def _lines(file: Path) -> list[Given]:
         return [Given("", line.removesuffix("\r")) for line in lines if line.strip()]
     found = []
     for line in read_lines(file, "prompt or source"):
-        # In files of prompts, a key `source` often says where the prompt comes from.
+        # In files of prompts, a key `source` often names the origin of the prompt.
         key = "source" if "source" in line.fields and "prompt" not in line.fields else "prompt"
         found.append(Given(key, line.text(key, empty=True)))
     return found
@@ -295,7 +294,7 @@ def _print(
 
 
 def _print_stream(one: Input, tokens: Iterator[int], pieces: "Tokenizer") -> None:
-    """Print what each token adds; an incomplete character waits for its last byte."""
+    """Print the text that each token adds; an incomplete character waits for its last byte."""
     print("" if one.source else one.text, end="", flush=True)
     ids = [*one.before]
     shown = pieces.decode(ids)

@@ -55,7 +55,7 @@ def status(
 def logs(
     run: RunArgument,
     rank: Annotated[
-        int | None, Option(help="Rank to print; by default the job and rank 0.", min=0)
+        int | None, Option(help="Rank whose log to print (default: the job and rank 0).", min=0)
     ] = None,
     follow: Annotated[bool, Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
 ) -> None:

@@ -26,12 +26,11 @@ Resamples = Annotated[int, Option(help=_RESAMPLES, min=0, max=100_000)]
 _FULL_GRID = "Use all 4,500 starts of Hoffmann et al.; slow."
 FullGrid = Annotated[bool, Option("--full-grid", help=_FULL_GRID)]
 _FORECASTS_DIR = "Directory of registered forecasts (default: beside the runs)."
-ForecastsDir = Annotated[
-    Path | None,
-    Option("--forecasts", parser=options.parse_path, metavar="PATH", help=_FORECASTS_DIR),
-]
-SPLIT = {"N*": "a", "D*": "b"}
-LEFT_OUT_SHOWN = 12  # reasons printed for points that were left out
+ForecastsDir = Annotated[Path | None, options.path_option("--forecasts", text=_FORECASTS_DIR)]
+SPLIT = {"N*": "a", "D*": "b"}  # best N and D → their exponent of compute
+LEFT_OUT_SHOWN = 12  # points that were left out and whose reason is printed
+
+app = typer.Typer()
 
 
 def read(runs: Path | None, experiment: str | None) -> "list[Run]":
@@ -42,7 +41,7 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
         raise ConfigError("give one of --runs DIR or --experiment NAME")
     if experiment is not None and experiment.strip(".") == "":
         raise ConfigError(f"experiment={experiment!r} is not a name; give one, or use --runs DIR")
-    # A local directory wins over the MLflow store: it is never behind.
+    # A local directory has priority, because the MLflow store may lag behind.
     local = runs or Path("runs") / str(experiment)
     if experiment is not None and not local.is_dir():
         return read_experiment(experiment)
@@ -58,7 +57,7 @@ def read_points(
     *,
     curves: bool = False,
 ) -> "tuple[Points, Ladder, list[Run]]":
-    """Return the points, of a task if one is given, the recipe that their runs share, and these."""
+    """Return the points (of a task, if one is given), the recipe their runs share, and the runs."""
     from pipeline.scaling.annealing import with_curves
     from pipeline.scaling.ladder import Ladder, ladder_of
     from pipeline.scaling.points import points_of, read_csv, scored_runs
@@ -93,6 +92,12 @@ def progress(*, quiet: bool) -> "Iterator[Callable[[str, float], None]]":
         yield lambda what, share: line.update(f"{what}: {share:.0%}")
 
 
+@app.command(
+    epilog=options.examples(
+        "launch fit --runs runs/demo",
+        "launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json",
+    )
+)
 def fit(
     runs: options.RunsDir = None,
     experiment: options.Experiment = None,
@@ -122,7 +127,7 @@ def fit(
 
 
 def about_targets(folder: Path, found: "list[Run]", rows: "Points") -> list[str]:
-    """Describe the registered forecasts of finished runs, and whether the law has these runs."""
+    """Describe registered forecasts of finished runs, and whether these runs are in the fit."""
     from pipeline.scaling import record
 
     try:
@@ -151,6 +156,11 @@ def forecasts_beside(runs: Path | None, experiment: str | None, points: Path | N
     return runs / "forecasts"
 
 
+@app.command(
+    epilog=options.examples(
+        "launch score --runs runs/ladder", "launch score --experiment ladder --json"
+    )
+)
 def score(
     runs: options.RunsDir = None,
     experiment: options.Experiment = None,
@@ -171,8 +181,7 @@ def score(
             f"its directory with --forecasts"
         )
     scores = record.score(found, finished)
-    # Of 95% intervals about 95 in 100 should contain their run.
-    so_far = record.calibration(scores)
+    so_far = record.calibration(scores)  # about 95% of the intervals should contain their run
     if as_json:
         print_json({"scores": [vars(one) for one in scores], "calibration": so_far})
     else:
@@ -207,7 +216,6 @@ def _print_fit(data: dict[str, Any]) -> None:
             f"Runs scatter {fitted['noise']:.2%} around the law with equal weights, which explains "
             f"{fitted['r2']:.1%} of the variance of log loss (R²{without})"
         )
-    # Fitted to the smaller runs only, and compared with the larger ones.
     test = data["backtest"]
     if test:
         console.print(
@@ -225,7 +233,7 @@ def _print_fit(data: dict[str, Any]) -> None:
 
 
 def _span(found: dict[str, Any], key: str) -> str:
-    """The 95% interval of an exponent, where one is known."""
+    """Return the 95% interval of an exponent as text; empty if it is unknown."""
     if f"{key}_low" not in found:
         return ""
     return f" ({found[f'{key}_low']:.3f} … {found[f'{key}_high']:.3f})"
@@ -260,25 +268,11 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
     console.print(table("forecasts", (*columns, "counts"), rows, ["of", "inside", "counts"]))
     # Late forecasts are listed but do not count.
     if so_far["counted"]:
-        loss = so_far["mean_absolute_error"]
-        points = so_far["mean_accuracy_error"]
-        off = [f"losses {loss:.2%} off on average"] if loss is not None else []
-        off += [f"accuracies {100 * points:.1f} points"] if points is not None else []
+        off = []
+        if so_far["mean_absolute_error"] is not None:
+            off.append(f"losses {so_far['mean_absolute_error']:.2%} off on average")
+        if so_far["mean_accuracy_error"] is not None:
+            off.append(f"accuracies {100 * so_far['mean_accuracy_error']:.1f} points")
         console.print(
             f"{so_far['inside']} of {so_far['counted']} inside their 95% interval; {', '.join(off)}"
         )
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.command(
-        epilog=options.examples(
-            "launch fit --runs runs/demo",
-            "launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json",
-        )
-    )(fit)
-    app.command(
-        epilog=options.examples(
-            "launch score --runs runs/ladder", "launch score --experiment ladder --json"
-        )
-    )(score)

@@ -1,12 +1,12 @@
 """Options that several commands share, each defined once as an annotated type.
 
-A command writes `as_json: AsJson = False`; the default stays with the command. In all commands, a
-help text has a variable if its option would not fit on one line.
+A command writes `as_json: AsJson = False`, so each command has its own default. A help text has a
+variable if its option would not fit on one line.
 """
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -36,6 +36,16 @@ def parse_output(text: str) -> Path:
     return path
 
 
+def path_option(*names: str, text: str) -> Any:
+    """Return the declaration of an option that is a path to read."""
+    return Option(*names, parser=parse_path, metavar="PATH", help=text)
+
+
+def output_option(*names: str, text: str) -> Any:
+    """Return the declaration of an option that is a path to write."""
+    return Option(*names, parser=parse_output, metavar="PATH", help=text)
+
+
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress.")]
 
@@ -47,7 +57,7 @@ _RECIPE = "Training recipe, a name in configs/recipe (default: the architecture'
 Recipe = Annotated[str | None, Option(help=_RECIPE)]
 Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
 ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]
-_SETTINGS = "KEY=VALUE; overrides every other source. Repeatable."
+_SETTINGS = "One setting as KEY=VALUE, which overrides every other source. Repeatable."
 Settings = Annotated[list[str] | None, Option("--set", help=_SETTINGS)]
 
 # A trained run.
@@ -57,17 +67,13 @@ TokenizerFile = Annotated[Path | None, Option("--tokenizer", help=_TOKENIZER_FIL
 
 # Where runs or points are read from, and the law fitted to them.
 _RUNS_DIR = "Directory of runs, such as runs/demo."
-RunsDir = Annotated[
-    Path | None, Option("--runs", parser=parse_path, metavar="PATH", help=_RUNS_DIR)
-]
+RunsDir = Annotated[Path | None, path_option("--runs", text=_RUNS_DIR)]
 _EXPERIMENT = "Experiment name: runs/NAME if it exists, otherwise the MLflow store."
 Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
 _POINTS_FILE = "CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention)."
-PointsFile = Annotated[
-    Path | None, Option("--points", parser=parse_path, metavar="PATH", help=_POINTS_FILE)
-]
+PointsFile = Annotated[Path | None, path_option("--points", text=_POINTS_FILE)]
 _LAW = (
-    "auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
+    "Law to fit: auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
     "data-constrained, compute or power."
 )
 Law = Annotated[str, Option(help=_LAW)]
@@ -77,6 +83,5 @@ DropHighest = Annotated[int, Option(help="Leave out this many of the largest los
 
 
 def examples(*lines: str) -> str:
-    """Return an epilog with one example per line."""
-    # typer joins lines that no blank line separates.
-    return "Examples:\n\n" + "\n\n".join(lines)
+    """Return the examples of a command's help, one per line."""
+    return "Examples:\n\n" + "\n".join(lines)

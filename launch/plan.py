@@ -22,20 +22,19 @@ if TYPE_CHECKING:
 SHIPPED = "Sweep file, or a shipped sweep: cpu, gpu, ladder, isoflop or synthetic."
 File = Annotated[str, Argument(help=SHIPPED)]
 PlanFile = Annotated[str | None, Argument(help=f"{SHIPPED} (default with --target-size: ladder)")]
-_BUDGET = "FLOPs for all runs together, instead of the file's budgets."
-Budget = Annotated[float | None, Option(help=_BUDGET)]
-Hours = Annotated[float | None, Option(help="The same in hours on the sweep's GPUs.")]
+Budget = Annotated[float | None, Option(help="FLOPs for all runs, instead of the file's budgets.")]
+Hours = Annotated[float | None, Option(help="Hours on the sweep's GPUs for all runs together.")]
 _EARLIER = "CSV of earlier runs; their law centers the grid."
 Earlier = Annotated[Path | None, Option("--points", help=_EARLIER)]
 _DATA = "Prepared data, instead of the sweep's `data`; sets the vocabulary."
 Data = Annotated[Path | None, Option(help=_DATA)]
-_MFU = "MFU from which to compute times, instead of the planner's."
+_MFU = "MFU from which to compute times, instead of the planner's estimates."
 Mfu = Annotated[float | None, Option(help=_MFU, min=0.001, max=1)]
 _TARGET_SIZE = "Size to forecast; simulates how wide the forecast's interval will be."
 TargetSize = Annotated[str | None, Option(help=_TARGET_SIZE)]
-_TARGET_TOKENS = "Tokens of that run (default: 20 per parameter)."
+_TARGET_TOKENS = "Training tokens of --target-size (default: 20 per parameter)."
 TargetTokens = Annotated[float | None, Option(help=_TARGET_TOKENS)]
-_WANTED_WIDTH = "Half width of that interval, such as 3%; proposes the cheapest ladder."
+_WANTED_WIDTH = "Propose the cheapest ladder whose interval has this half width, such as 3%."
 WantedWidth = Annotated[str | None, Option("--width", help=_WANTED_WIDTH)]
 _MEASURED_NOISE = "Ladders measured so far scatter 0.8% to 1.5%"
 _NOISE = f"Simulated scatter of runs around a law (default: 0.3%). {_MEASURED_NOISE}."
@@ -62,6 +61,7 @@ def plan(
     The simulation draws laws that resemble published ones, adds the noise of runs, and fits each
     simulated sweep as `launch fit` would.
     """
+    from pipeline.atomic import replace
     from pipeline.sweep import design
 
     if file is None and target_size is None:
@@ -77,35 +77,29 @@ def plan(
     wanted = None if width is None else _share("width", width)
     scatter = design.NOISE if noise is None else _share("noise", noise)
     sweep, runs = read_plan("ladder" if file is None else file, budget, hours, points, data, mfu)
-    target = None
-    if target_size is not None:
-        target = design.target_of(sweep, target_size, target_tokens)
-    found = None
-    if target is not None:
-        with progress(quiet=as_json) as show:
-            if wanted is None:
-                found = design.width(runs, target, scatter, show=show)
-            else:
-                sweep, runs, found = design.cheapest(sweep, target, wanted, scatter, show)
-    if save is not None and target is not None and found is not None:
-        from pipeline.atomic import replace
-
+    if target_size is None:
+        figures = _figures(sweep, runs, mfu)
+        print_json(figures) if as_json else _print_plan(new_console(), figures)
+        return
+    target = design.target_of(sweep, target_size, target_tokens)
+    with progress(quiet=as_json) as show:
+        if wanted is None:
+            found = design.width(runs, target, scatter, show=show)
+        else:
+            sweep, runs, found = design.cheapest(sweep, target, wanted, scatter, show)
+    if save is not None:
         replace(save, design.as_toml(sweep, found, target).encode())
-    figures = _figures(sweep, runs, mfu)
-    if target is not None and found is not None:
-        figures["target"] = vars(target)
-        figures["width"] = vars(found)
+    figures = _figures(sweep, runs, mfu) | {"target": vars(target), "width": vars(found)}
     if as_json:
         print_json(figures)
         return
     console = new_console()
     _print_plan(console, figures)
-    if target is not None and found is not None:
-        _print_width(console, target, found, scatter)
+    _print_width(console, target, found, scatter)
 
 
 def _check_save(save: Path | None, width: str | None) -> None:
-    """Refuse a file that cannot be written before the search, which takes a minute."""
+    """Refuse a file that cannot be written, before the search for a ladder takes a minute."""
     if save is not None and width is None:
         raise ConfigError("--save writes the proposed ladder; give --width")
     if save is None:
@@ -116,7 +110,7 @@ def _check_save(save: Path | None, width: str | None) -> None:
 
 
 def _share(key: str, text: str) -> float:
-    """A share written as 3% or 0.03."""
+    """Parse a share, written as 3% or 0.03."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -163,7 +157,7 @@ def read_plan(
     data: Path | None,
     mfu: float | None = None,
 ) -> "tuple[Sweep, list[Planned]]":
-    """The sweep of a file within these limits, and its runs."""
+    """Return the sweep of a file, within these limits, and its runs."""
     from pipeline.sweep import grid
 
     sweep = grid.read(file)
@@ -182,7 +176,7 @@ def read_plan(
 
 
 def _known_best(points: Path) -> Callable[[float], float]:
-    """N*(C) by the law of earlier runs."""
+    """Return N*(C) by the law of earlier runs."""
     import numpy as np
 
     from pipeline.scaling.points import read_csv
@@ -190,7 +184,7 @@ def _known_best(points: Path) -> Callable[[float], float]:
     from pipeline.scaling.study import study
 
     rows = read_csv(points)
-    # The grid is made of sizes whose parameters we count, so N has to be counted alike.
+    # The grid has sizes whose parameters we count, so N of the points has to be counted alike.
     wrong_units = unit_warnings(rows)
     if wrong_units:
         raise ConfigError(f"points={points} cannot center a sweep: {wrong_units[0]}")

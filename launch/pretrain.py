@@ -12,6 +12,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from launch import options
 from pipeline.errors import ConfigError, RunError
@@ -35,12 +36,10 @@ EXAMPLES = options.examples(
 _PRINT_S = 5.0  # for the last lines of a command that was asked to stop
 
 # The options of this command; those that others share are in launch/options.py.
-Option = typer.Option
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
-_SHARDS = "Shards made by `launch data prepare`."
-Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_SHARDS)]
-_OUT = "Run directory (default: a folder SIZE in runs/EXPERIMENT)."
-Out = Annotated[Path | None, Option(parser=options.parse_output, metavar="PATH", help=_OUT)]
+Data = Annotated[Path | None, options.path_option(text="Directory made by `launch data prepare`.")]
+_OUT = "Run directory (default: SIZE in runs/EXPERIMENT)."
+Out = Annotated[Path | None, options.output_option(text=_OUT)]
 _NPROC = "Processes per node (default: one per GPU; with --resume as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 # With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).
@@ -48,23 +47,24 @@ _LAYOUT = "(default: the fastest layout if --cluster has rates, else {})"
 Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3 {_LAYOUT.format(1)}.")]
 _EP = f"Ranks to distribute the experts over {_LAYOUT.format(1)}."
 Ep = Annotated[int | None, Option(help=_EP)]
-Sp = Annotated[int | None, Option(help="Ranks that share each (long) sequence (default: 1).")]
-Engine = Annotated[str | None, Option(help="deepspeed, or accelerate, a second engine for tests.")]
-Steps = Annotated[int | None, Option(help="Length in optimizer steps.")]
-Tokens = Annotated[float | None, Option(help="Length in tokens, such as 1e9.")]
-Flops = Annotated[float | None, Option(help="Length in training FLOPs.")]
-_DTYPE = "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPUs)."
+Sp = Annotated[int | None, Option(help="Ranks that share each long sequence (default: 1).")]
+_ENGINE = "Engine: deepspeed (the default), or accelerate, a second one for tests."
+Engine = Annotated[str | None, Option(help=_ENGINE)]
+Steps = Annotated[int | None, Option(help="Length of the run in optimizer steps.")]
+Tokens = Annotated[float | None, Option(help="Length of the run in tokens, such as 1e9.")]
+Flops = Annotated[float | None, Option(help="Length of the run in training FLOPs.")]
+_DTYPE = "Precision: fp32 or bf16 (default: bf16 on GPUs, fp32 on CPUs)."
 DtypeName = Annotated[str | None, Option("--dtype", help=_DTYPE)]
 _BATCH = "Use the largest micro-batch that fits, found by trial."
 AutoBatch = Annotated[bool, Option("--auto-batch", help=_BATCH)]
-Init = Annotated[Path | None, Option(help="Start from the weights of a run or an import.")]
+Init = Annotated[Path | None, Option(help="Start from the weights of this run or import.")]
 Resume = Annotated[bool, Option("--resume", help="Continue the run in --out bit for bit.")]
 Branch = Annotated[Path | None, Option(help="Branch off this longer run before its WSD decay.")]
-Experiment = Annotated[str | None, Option(help="Experiment of the run, also in MLflow.")]
+Experiment = Annotated[str | None, Option(help="Name of the experiment, also in MLflow.")]
 Seed = Annotated[int | None, Option(help="Random seed for weights and data order.", min=0)]
 Track = Annotated[bool, Option("--track/--no-track", help="Also send the log to MLflow.")]
 Slurm = Annotated[bool, Option("--slurm", help="Submit a SLURM job that requeues itself.")]
-_NODES = "Nodes of the job: 4, or 2-4 for as many as are free (default: 1)."
+_NODES = "Number of nodes, such as 4, or 2-4 for as many as are free (default: 1)."
 NodeCount = Annotated[str | None, Option(help=_NODES)]
 _GPUS = "GPUs per node of the job; 0 trains on CPUs (default: --nproc, or the cluster's)."
 Gpus = Annotated[int | None, Option(help=_GPUS, min=0, max=100_000)]
@@ -143,15 +143,14 @@ def refuse_job_options(slurm: bool, *values: Any) -> None:
 
 
 def given_only(table: dict[str, Any]) -> dict[str, Any]:
-    """The table without options that were not given."""
-    # An option that was not given must not override the config file or the cluster.
+    """Remove options that were not given, which must not override the config file or cluster."""
     inner = {k: given_only(v) if isinstance(v, dict) else v for k, v in table.items()}
     return {key: value for key, value in inner.items() if value not in (None, {})}
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a planned run trains, and what is printed about it."""
+    """The place where a planned run trains, and the output that the user wants."""
 
     request: "Request"
     devices: "Devices"
@@ -174,7 +173,7 @@ class Start:
             self._announce(planned.config, header=False)
 
     def _announce(self, config: "RunConfig", *, header: bool) -> None:
-        """Print what the run is about to do, and warn if there is too little data for it."""
+        """Print a summary of the run before it starts, and warn if it has too little data."""
         from pipeline.data.corpus import Corpus
         from pipeline.data.pairs import PairRows, PairStream
         from pipeline.track import console, mlflow_store
@@ -201,7 +200,7 @@ class Start:
             )
             for line in lines:
                 print(line, flush=True)
-        # Of labelled examples a few thousand are enough, and several passes are usual.
+        # A few thousand labelled examples are enough, and several passes are usual.
         if not config.objective.examples:
             notes += console.run_warnings(config, tokens, corpus.split("valid").tokens)
         # Without a header stdout may be JSON, so the notes go to stderr.
@@ -233,8 +232,8 @@ class Start:
         elif not list_checkpoints(run.checkpoints):  # finished, but its checkpoints were deleted
             note = f"{run.checkpoints} is empty: restore it from a copy, or choose another --out"
         finished = run.finished
-        # A script must not continue with half a model. Ctrl-C gives 130, as in a shell; any other
-        # stop gives 75 (EX_TEMPFAIL), which means "run the same command again".
+        # A script must not continue with half a model. The exit code after Ctrl-C is 130, as in a
+        # shell, and after any other stop 75 (EX_TEMPFAIL): run the same command again.
         code = 0 if finished else 128 + SIGINT if signalled == SIGINT else STOPPED
         # After a stop request the command ends, even if nobody reads its output (Ctrl-S).
         timer = threading.Timer(_PRINT_S, os._exit, (code,))
@@ -260,7 +259,7 @@ class Start:
         site = planned.config.cluster.slurm
         batch = train(run, planned.config.name, site, job, track=self.track)
         if self.dry_run:
-            # The script is a fixed template; its srun command depends on the nodes it gets.
+            # The script is a fixed template; its srun command depends on the nodes of the job.
             inner = step(run, site, job.most, job.tasks, site.cpus_per_task)
             print(f"{batch.shown()}\n# what it starts, on nodes: {job}\n{join(inner)}\n")
             try:
@@ -268,7 +267,7 @@ class Start:
             except ConfigError as error:
                 print(f"# not validated: {error}")
             return
-        # Without facts the run exists already, and may have a job.
+        # The facts of a planned run are None if the run exists. It may have a job.
         old = job_of(run) if planned.facts is None else None
         entry = queue.entry(old) if old else None
         if entry is not None and entry.alive:
@@ -321,7 +320,7 @@ class Start:
 
 
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
-    """What `launch pretrain` with these arguments would submit, with the same refusals."""
+    """Return the run and the nodes that `launch pretrain` would submit with these arguments."""
     # Through the parser, so that a sweep's runs are checked like commands typed by hand.
     words = [*arguments, "--slurm", "--quiet"]
     # Not standalone: typer returns our value and lets our errors pass.

@@ -41,7 +41,7 @@ def show(
     size: Size = "1b",
     arch: Arch = None,
     recipe: Recipe = None,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1)] = 8,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs to plan for.", min=1)] = 8,
     cluster: Cluster = None,
     config: ConfigFile = None,
     sets: Settings = None,
@@ -142,8 +142,8 @@ def _parts(model: Model) -> list[str]:
 
 
 def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
-    """One row per ZeRO stage and ep. One of them is recommended, or none fits."""
-    # The spec still knows which settings are "auto". Only those vary.
+    """Return a row per ZeRO stage and ep, and the recommended one, or None if none fits."""
+    # Only settings that are "auto" in the spec vary between the layouts.
     estimates = plan(config, ranks, spec)
     chosen = recommend(spec, estimates)
     rows = [estimate.figures() for estimate in estimates]
@@ -151,7 +151,7 @@ def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
     if chosen is not None:
         found["recommended"] = rows[estimates.index(chosen)]  # the same object, to mark its row
     elif config.cluster.memory_bytes:
-        # Doublings of --gpus. The first one that fits is the advice.
+        # Doublings of --gpus; the first one that fits is printed.
         more = enough_gpus(config, ranks, DeviceMemory(config.cluster.memory_bytes))
         found["enough_gpus"] = next((layout.ranks for layout in more), None)
     return found
@@ -171,75 +171,78 @@ def _print_sizes(rows: list[dict[str, Any]]) -> None:
     new_console().print(table("", ("size", *shape, *figures), cells))
 
 
-def _print_one(f: dict[str, Any]) -> None:
+def _print_one(figures: dict[str, Any]) -> None:
     from rich.table import Table
 
-    shape = f["shape"]
+    shape = figures["shape"]
     # Latent attention has no key/value heads: all heads share one latent.
     heads = f"{shape['heads']} heads ({shape['kv_heads'] or 'latent'} kv)"
     size = f"{shape['layers']} layers × {shape['width']}, {heads}, ffn {shape['ffn']}"
-    p = {key: count(value) for key, value in f["params"].items()}
-    counts = f"{p['total']} total · {p['active']} active · {p['non_embedding']} non-embedding"
-    flops = {key: count(value) for key, value in f["flops_per_token"].items()}
+    counted = {key: count(value) for key, value in figures["params"].items()}
+    counts = f"{counted['total']} total · {counted['active']} active"
+    counts += f" · {counted['non_embedding']} non-embedding"
+    flops = {key: count(value) for key, value in figures["flops_per_token"].items()}
     per_token = f"{flops['model']} = {flops['matmul']} matmul + {flops['attention']} attention"
-    if f["flops_per_token"]["recompute"]:
+    if figures["flops_per_token"]["recompute"]:
         per_token += f"; + {flops['recompute']} recomputed"
-    r = f["recipe"]
-    recipe = f"lr {r['lr']:.3g} · batch {r['batch_tokens']:,} tokens · warmup {r['warmup_steps']}"
+    settings = figures["recipe"]
+    batch = f"batch {settings['batch_tokens']:,} tokens · warmup {settings['warmup_steps']}"
     about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     about.add_column(style="bold")
-    about.add_row("shape", f"{size}, vocab {f['vocab']:,}, seq {f['seq']:,}")
-    about.add_row("parameters", f"{counts} · {p['scaling']} as N in scaling laws")
-    if f["parts"]:
-        about.add_row("parts", " · ".join(f["parts"]))
+    about.add_row("shape", f"{size}, vocab {figures['vocab']:,}, seq {figures['seq']:,}")
+    about.add_row("parameters", f"{counts} · {counted['scaling']} as N in scaling laws")
+    if figures["parts"]:
+        about.add_row("parts", " · ".join(figures["parts"]))
     about.add_row("FLOPs/token", per_token)
-    about.add_row("recipe", f"{recipe} · β2 {r['beta2']}")
-    length = f"{r['steps']:,} steps · {count(r['tokens'])} tokens"
-    about.add_row("run", f"{length} · {r['flops']:.3g} FLOPs")
-    about.add_row("checkpoint", f"{f['checkpoint_bytes'] / _GIB:,.2f} GiB")
+    about.add_row("recipe", f"lr {settings['lr']:.3g} · {batch} · β2 {settings['beta2']}")
+    length = f"{settings['steps']:,} steps · {count(settings['tokens'])} tokens"
+    about.add_row("run", f"{length} · {settings['flops']:.3g} FLOPs")
+    about.add_row("checkpoint", f"{figures['checkpoint_bytes'] / _GIB:,.2f} GiB")
     out = new_console()
-    out.print(f"[bold]{f['size']}[/bold] × {f['arch']}")
+    out.print(f"[bold]{figures['size']}[/bold] × {figures['arch']}")
     out.print(about)
-    rules = [[row["key"], f"{row['value']:,}", row["rule"]] for row in f["rules"]]
+    rules = [[row["key"], f"{row['value']:,}", row["rule"]] for row in figures["rules"]]
     title = "settings that follow from size and length"
     out.print(table(title, ("setting", "value", "rule"), rules, ["rule"]))
-    if "layouts" in f:
-        out.print(_layout_table(f))
-        out.print(_advice(f))
+    if "layouts" in figures:
+        out.print(_layout_table(figures))
+        out.print(_advice(figures))
     else:
-        out.print(_memory_table(f))
+        out.print(_memory_table(figures))
     # Papers count N and FLOPs in several ways, so every page states ours.
-    out.print(f["convention"], style="dim")
+    out.print(figures["convention"], style="dim")
 
 
-def _memory_table(f: dict[str, Any]) -> "Table":
-    have = f["device_memory_bytes"]
-    micro = f"micro-batch {f['recipe']['micro_batch']}"
-    title = f"GiB on one of {f['ranks']} ranks, {f['dtype']}, {micro}; total = peak, not the sum"
+def _memory_table(figures: dict[str, Any]) -> "Table":
+    have = figures["device_memory_bytes"]
+    micro = f"micro-batch {figures['recipe']['micro_batch']}"
+    where = f"one of {figures['ranks']} ranks, {figures['dtype']}, {micro}"
+    title = f"GiB on {where}; total = peak, not the sum"
     rows = []
-    for stage, held in f["memory_bytes"].items():
+    for stage, held in figures["memory_bytes"].items():
         cells = [f"{value / _GIB:,.2f}" for value in held.values()]
         if have is not None:
             # Like `launch pretrain`, leave a share for driver and NCCL.
             cells[-1] += " ✓" if held["total"] <= have * USABLE else " ✗"
         rows.append([stage.removeprefix("zero"), *cells])
-    return table(title, ("ZeRO", *f["memory_bytes"]["zero0"]), rows)
+    return table(title, ("ZeRO", *figures["memory_bytes"]["zero0"]), rows)
 
 
-def _layout_table(f: dict[str, Any]) -> "Table":
-    """The layouts that fit, and for a ZeRO stage where none does, the smallest."""
+def _layout_table(figures: dict[str, Any]) -> "Table":
+    """Return the layouts that fit; if none of a ZeRO stage fits, its smallest one."""
     from rich.text import Text
 
-    title = f"predicted on {f['ranks']} × {f['cluster']}, {f['dtype']}; GiB needed and sent per GPU"
+    where = f"{figures['ranks']} × {figures['cluster']}, {figures['dtype']}"
+    title = f"predicted on {where}; GiB needed and sent per GPU"
     numbers = ("GiB", "sent", "step", "tokens/s", "MFU", "GPU-h")
     rows = []
     for zero in range(4):
-        stage = [row for row in f["layouts"] if row["layout"]["zero"] == zero]
+        stage = [row for row in figures["layouts"] if row["layout"]["zero"] == zero]
         smallest = min(stage, key=lambda row: int(row["memory"]["total"]))
         for row in [row for row in stage if row["fits"]] or [smallest]:
             cells = _cells(row)
             # By identity: `_layouts` returns the same object in both places.
-            recommended = row is f["recommended"]
+            recommended = row is figures["recommended"]
             rows.append([Text(cell, "bold" if recommended else "") for cell in cells])
     return table(title, ("ZeRO", "ep", "micro", "recompute", *numbers), rows, ["recompute"])
 
@@ -258,10 +261,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _advice(f: dict[str, Any]) -> str:
-    row = f["recommended"]
+def _advice(figures: dict[str, Any]) -> str:
+    row = figures["recommended"]
     if row is None:
-        more = f", or --gpus {f['enough_gpus']}" if f.get("enough_gpus") else ""
+        more = f", or --gpus {figures['enough_gpus']}" if figures.get("enough_gpus") else ""
         return f"no layout fits; use a smaller --size{more}"
     # The usual error of such predictions, measured on published runs.
     low = _digits(row["step_s"] * (1 - row["error"]))

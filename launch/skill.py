@@ -22,7 +22,7 @@ _TASK_NAME = (
 TaskName = Annotated[str | None, typer.Option("--task", help=_TASK_NAME)]
 _CHANCE = "Accuracy of guessing on the task (default: from its file of questions, or fitted)."
 Chance = Annotated[float | None, typer.Option(help=_CHANCE)]
-# Their points are the minima of valleys or curves, which are no runs and have no score.
+# Laws whose points are minima of valleys or curves. Such points are no runs and have no score.
 NO_RUNS = ("isoflop", "parabola", "envelope")
 
 
@@ -55,7 +55,7 @@ def forecast(
     made: "list[Forecast]",
     warnings: list[str],
 ) -> "tuple[list[TaskForecast], dict[str, Any]]":
-    """The forecasts, and all their figures as JSON; `made` has the task's bits per byte."""
+    """Return the forecasts, and their figures as JSON; `made` has the task's bits per byte."""
     from pipeline.scaling import accuracy
 
     if chance is None and runs:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from launch.options import AsJson, examples, parse_output
+from launch.options import AsJson, examples, output_option
 from launch.plan import Budget, Data, Earlier, File, Hours, plan, read_plan
 from launch.tables import print_json
 from pipeline.errors import ConfigError, RunError
@@ -33,17 +33,14 @@ app.command(
 
 Jobs = Annotated[int, Option(help="Runs at a time.", min=1)]
 _OUT = "Directory of the runs (default: runs/EXPERIMENT)."
-Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, output_option(text=_OUT)]
 Track = Annotated[bool, Option("--track/--no-track", help="Send runs to MLflow too.")]
 Slurm = Annotated[bool, Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
 _GPUS_PER_NODE = "GPUs of a run (default: one per process, 0 without a cluster)."
 GpusPerNode = Annotated[int | None, Option(help=_GPUS_PER_NODE, min=0)]
-_AFTER = "SLURM job that must succeed first, such as that of the data."
-After = Annotated[str | None, Option(help=_AFTER)]
-ThenFit = Annotated[bool, Option("--fit", help="Afterwards fit the law, in another job.")]
-Cpu = Annotated[
-    bool, Option("--cpu", help="Allow a sweep for GPUs with none here; otherwise no effect.")
-]
+After = Annotated[str | None, Option(help="Submit after this SLURM job has succeeded.")]
+ThenFit = Annotated[bool, Option("--fit", help="Submit another job that fits the law afterwards.")]
+Cpu = Annotated[bool, Option("--cpu", help="Train a sweep for GPUs even if this machine has none.")]
 CORE_FLOPS_S = 7e10  # FLOP/s of one core: two train the sweep `cpu` in three minutes
 
 
@@ -131,7 +128,7 @@ def _report(
         "failed": done.failed,
         "missing": [m.name for m in every if m.name not in {*finished, *done.failed}],
     }
-    # After a failure or Ctrl-C too: the page shows the runs that exist.
+    # Also after a failure or Ctrl-C, because the page shows the runs that exist.
     note = show_all(root, track=track) if finished else None
     if note:
         typer.echo(note, err=True)
@@ -208,7 +205,7 @@ def _submit(
 
 
 def _submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
-    """Submit this same command as a job after another, whose data or trunks it needs."""
+    """Submit this command again, as a job that starts after the job with its data or trunks."""
     from pipeline.config.layers import load_cluster
     from pipeline.slurm.submit import command, tidy
 
@@ -253,7 +250,7 @@ def _display(
     printed: set[str] = set()
     console.print(f"{before} of {len(members)} runs have finished, {missing} to go")
 
-    # `show` is called several times a second; a line is printed at its first occurrence.
+    # `show` is called several times a second, but each line is printed once.
     def once(text: str, style: str = "") -> None:
         if text not in printed:
             printed.add(text)

@@ -18,12 +18,12 @@ def print_json(data: Any) -> None:
     """Print data as JSON; numbers that are not finite become null."""
     from pipeline.units import finite
 
-    # Python would write NaN, which is not JSON and which other parsers refuse.
+    # Python would write NaN, which is not JSON, so other parsers refuse it.
     typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
 
 
 def new_console() -> "Console":
-    """A console for tables: as wide as the terminal, or 120 columns in a pipe or file."""
+    """Return a console for tables: as wide as the terminal, or 120 columns in a pipe or file."""
     from rich.console import Console
 
     # rich would color every number.
@@ -37,7 +37,7 @@ def table(
     rows: Iterable[Sequence["str | Text"]],
     texts: Collection[str] = (),
 ) -> "Table":
-    """A table whose first column and `texts` are aligned left; all other columns are numbers."""
+    """Return a table with its first column and `texts` aligned left, and numbers aligned right."""
     from rich.table import Table
     from rich.text import Text
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from launch.options import AsJson, RunPath, TokenizerFile, examples, parse_output
+from launch.options import AsJson, RunPath, TokenizerFile, examples, output_option
 from launch.tables import new_console, print_json, table
 from pipeline.errors import ConfigError
 
@@ -21,10 +21,22 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 8  # or as many as there are CPUs, if these are more; each loads the model
 
-app = typer.Typer()
+Data = Annotated[Path | None, Option(help="Prepared data (default: the data of the run).")]
+_BATCHES = "Held-out batches (default: those of training)."
+Batches = Annotated[int | None, Option(min=1, help=_BATCHES)]
+_TASKS = "File of questions (JSON lines), or the name of a task of lm-eval. Repeatable."
+Tasks = Annotated[list[str] | None, Option(help=_TASKS)]
+_QUESTIONS = "Questions per task, evenly spaced (lm-eval: the first; default: all)."
+Questions = Annotated[int | None, Option(min=1, help=_QUESTIONS)]
+Shots = Annotated[int | None, Option(min=0, help="Examples before each question (lm-eval only).")]
+TaskDir = Annotated[Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")]
+Nproc = Annotated[int | None, Option(min=1, help="Processes for the tasks (default: one per GPU).")]
+To = Annotated[Path, output_option(text="Directory to write, for transformers' Auto classes.")]
+Dtype = Annotated[str, Option(help="Precision of the exported weights: fp32 or bf16.")]
+Source = Annotated[Path, Option("--from", help="Directory written by `save_pretrained`.")]
+Out = Annotated[Path, output_option(text="Directory to create, with a checkpoint at step 0.")]
 
-_TO = "Directory to write, for transformers' Auto classes."
-_OUT = "Directory to create, with a checkpoint at step 0."
+app = typer.Typer()
 
 
 @app.command(
@@ -39,29 +51,13 @@ _OUT = "Directory to create, with a checkpoint at step 0."
 )
 def evaluate(
     run: RunPath,
-    data: Annotated[
-        Path | None, Option(help="Prepared data; by default the data of the run.")
-    ] = None,
-    batches: Annotated[
-        int | None, Option(min=1, help="Held-out batches; by default as many as in training.")
-    ] = None,
-    tasks: Annotated[
-        list[str] | None,
-        Option(help="A JSON-lines file of questions, or a task of lm-eval. Repeatable."),
-    ] = None,
-    questions: Annotated[
-        int | None,
-        Option(min=1, help="Questions per task, evenly spaced (lm-eval: the first). Default: all."),
-    ] = None,
-    shots: Annotated[
-        int | None, Option(min=0, help="Examples before each question, for tasks of lm-eval.")
-    ] = None,
-    task_dir: Annotated[
-        Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")
-    ] = None,
-    nproc: Annotated[
-        int | None, Option(min=1, help="Processes that share the tasks; by default one per GPU.")
-    ] = None,
+    data: Data = None,
+    batches: Batches = None,
+    tasks: Tasks = None,
+    questions: Questions = None,
+    shots: Shots = None,
+    task_dir: TaskDir = None,
+    nproc: Nproc = None,
     tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -104,8 +100,8 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
     # An imported model may have no tokenizer to compare with, and its vocabulary may be larger.
     pieces = corpus.manifest.tokenizer.vocab + config.objective.special_ids
     if pieces > config.model.vocab:
-        has = f"{pieces:,} pieces, and the model {config.model.vocab:,}"
-        raise ConfigError(f"--data {where} has {has}; {remedy}")
+        sizes = f"{pieces:,} pieces, and the model {config.model.vocab:,}"
+        raise ConfigError(f"--data {where} has {sizes}; {remedy}")
     # By default the batches that training evaluates on, so that the run's log is comparable.
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():
@@ -202,7 +198,7 @@ def _refuse_options(
 
 
 def warn_of_labels(run: Path, config: "RunConfig") -> None:
-    """Warn of a run that was fine-tuned on labels only."""
+    """Warn that a run was fine-tuned on labels only."""
     from pipeline.config.objective import Labels
 
     objective = config.objective
@@ -214,7 +210,7 @@ def warn_of_labels(run: Path, config: "RunConfig") -> None:
 
 
 def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str, float | str]]:
-    """The task as the mean over its parts, and the parts if there are several."""
+    """Return a row for the task, the mean over its parts, and one per part if it has several."""
     from pipeline.tasks.likelihood import pairs_of, score_parts
     from pipeline.tasks.questions import mean
 
@@ -235,8 +231,8 @@ def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str,
 )
 def export_(
     run: RunPath,
-    to: Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_TO)],
-    dtype: Annotated[str, Option(help="fp32 or bf16.")] = "fp32",
+    to: To,
+    dtype: Dtype = "fp32",
     tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -296,10 +292,8 @@ def export_(
     ),
 )
 def import_(
-    source: Annotated[
-        Path, Option("--from", help="A directory that save_pretrained of transformers wrote.")
-    ],
-    out: Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_OUT)],
+    source: Source,
+    out: Out,
     as_json: AsJson = False,
 ) -> None:
     """Import a Hugging Face model; `launch pretrain --init OUT` continues its training."""

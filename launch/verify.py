@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pipeline.bench.equivalence import Layout, Outcome
 
 Processes = Annotated[int, Option("--nproc", min=1, help="Ranks; on GPUs, one per GPU.")]
-Layouts = Annotated[str, Option("--layouts", help="all, or names as printed, separated by commas.")]
-Dtype = Annotated[str, Option(help="fp32 or bf16.")]
+_LAYOUTS = "Layouts to compare: all, or printed names, separated by commas."
+Layouts = Annotated[str, Option("--layouts", help=_LAYOUTS)]
+Dtype = Annotated[str, Option(help="Precision: fp32 or bf16.")]
 
 
 app = typer.Typer()
@@ -89,7 +90,7 @@ def verify(
     if REFERENCE not in known and not as_json:
         print("no referee column: Accelerate runs only plain fp32 DDP without offloading")
     outcomes: list[Outcome] = []
-    with tempfile.NamedTemporaryFile() as output:  # what the ranks print
+    with tempfile.NamedTemporaryFile() as output:  # of the ranks
         try:
             for outcome in compare_layouts(config, layouts, nproc, Path(output.name)):
                 outcomes.append(outcome)
@@ -131,7 +132,7 @@ def _print(outcome: "Outcome", *, first: bool) -> None:
         verdict = "pass" if outcome.passed else f"FAIL: above {outcome.bound:.0e}"
     losses = f"{outcome.loss:>7.1e} {outcome.grad_norm:>7.1e}"
     groups = " ".join(f"{difference:>9.1e}" for difference in outcome.gradients.values())
-    # Accelerate's run, a second opinion beside plain torch. It exists in fp32 only.
+    # Difference to Accelerate's run, which exists in fp32 only.
     referee = "" if outcome.referee is None else f"{outcome.referee:.1e}"
     tokens = "same" if outcome.tokens else "DIFFER"
     row = f"{outcome.layout:<27} {losses} {groups}  {referee:>7}  {tokens:<6}  {verdict}"

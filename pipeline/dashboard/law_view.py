@@ -32,7 +32,7 @@ AROUND = 4.0  # the law of a size is drawn this factor beyond its shortest and l
 STOPS_PER_DECADE = 20  # of the sliders
 DECADES_BELOW = 2  # range of the sliders around the largest run
 DECADES_ABOVE = 4
-GPUS = (1, 8, 64, 512)  # that the page offers: planning all sizes for a number takes a second
+GPUS = (1, 8, 64, 512)  # choices on the page; planning all sizes for one of them takes a second
 SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 
@@ -43,10 +43,11 @@ def law_data(
 
     `curved` are runs with whole logs, whose losses before the decay are points too.
     """
-    # Losses and accuracies have charts of their own.
-    made: dict[str, list[dict[str, Any]]] = {"forecasts": [], "task_forecasts": []}
-    for score in forecasts:
-        made["forecasts" if score.task is None else "task_forecasts"].append(dict(vars(score)))
+    # Losses and accuracies have separate charts.
+    made = {
+        "forecasts": [dict(vars(score)) for score in forecasts if score.task is None],
+        "task_forecasts": [dict(vars(score)) for score in forecasts if score.task is not None],
+    }
     try:
         points = points_of(runs)
         fitted = points if curved is None else with_curves(points, curved)
@@ -56,28 +57,25 @@ def law_data(
         return {"law": None, "warnings": [f"No law yet: {error}"], **made}
     used = _columns(done.fit.points)
     used["residual"] = _numbers(done.fit.residuals)
-    test = done.backtest
-    of_e = done.profile
+    backtest = None
+    if done.backtest is not None:
+        errors = _numbers(np.expm1(done.backtest.errors))
+        backtest = {"ratio": _numbers(done.backtest.ratio), "error": errors}
+    profile: dict[str, Any] | None = None
+    if done.profile is not None:
+        profile = {key: _numbers(getattr(done.profile, key)) for key in ("E", "objective")}
+        profile |= {"low": done.profile.low, "high": done.profile.high}
     ratio = drawn_ratio(done, points)
+    sentences = [in_words(done, points, ratio), *about_targets(forecasts, fitted.run)]
+    sizes = {run.N: text(run.record.get("size")) for run in runs}
     return {
         **done.to_json(),
-        "plain": " ".join(
-            [in_words(done, points, ratio), *about_targets(forecasts, fitted.run)]
-        ).strip(),
+        "plain": " ".join(sentences).strip(),
         "line": line(done, points, ratio),
-        "size_lines": size_lines(
-            done, points, {run.N: text(run.record.get("size")) for run in runs}
-        ),
+        "size_lines": size_lines(done, points, sizes),
         "points_used": used,
-        "backtest_errors": test
-        and {"ratio": _numbers(test.ratio), "error": _numbers(np.expm1(test.errors))},
-        "profile": of_e
-        and {
-            "E": _numbers(of_e.E),
-            "objective": _numbers(of_e.objective),
-            "low": of_e.low,
-            "high": of_e.high,
-        },
+        "backtest_errors": backtest,
+        "profile": profile,
         "isoflop": valleys(points, done),
         "grid": grid(done),
         **made,
@@ -174,7 +172,7 @@ def valleys(points: Points, done: Study) -> list[dict[str, Any]]:
     found = []
     for runs in budgets_of(points):
         x, losses = valley(np.log(runs.N), runs.loss)
-        # Runs whose compute differs by more are not one budget (frontier.UNEQUAL).
+        # Runs whose compute differs by more do not share a budget (frontier.UNEQUAL).
         if len(x) < 2 or runs.C.max() > 1.5 * runs.C.min():
             continue
         C = float(np.median(runs.C))
@@ -227,7 +225,7 @@ def grid(done: Study) -> dict[str, Any]:
 def speeds(low: float, high: float) -> dict[str, Any]:
     """Return the planned MFU by cluster, GPUs and size, for prices as `launch forecast` gives them.
 
-    Only sizes that are nearest to some N between `low` and `high`. N of each size comes first.
+    The sizes are those that are nearest to some N between `low` and `high`.
     """
     known = sorted(decide.known_sizes().items(), key=lambda item: item[1])
     below = [i for i, (_, N) in enumerate(known) if low >= N]

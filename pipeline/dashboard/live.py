@@ -48,7 +48,7 @@ class Snapshot:
 
 
 class Watcher:
-    """`refresh` looks for changes once; `start` repeats that in a thread beside the server."""
+    """`refresh` looks for changes once; `start` repeats this in a thread."""
 
     def __init__(self, source: Source, law: str = "auto", *, curves: bool = False) -> None:
         self.source = source
@@ -58,7 +58,7 @@ class Watcher:
         self.snapshot = Snapshot(reading=(0, 0))
         self._views: dict[str, tuple[Hashable, RunView]] = {}  # run id → stamp, view
         self._encoded: dict[str, tuple[Hashable, bytes]] = {}  # run id → its origin, JSON
-        self._laws: dict[str, tuple[str, dict[str, Any]]] = {}  # group → what was fitted, law
+        self._laws: dict[str, tuple[str, dict[str, Any]]] = {}  # group → fitted values, law
         self._count = 0  # runs in the source
         self._stop = threading.Event()
 
@@ -89,6 +89,7 @@ class Watcher:
             return
         notes: list[str] = []
         self._views = {key: view for key, view in self._views.items() if key in stamps}
+        self._encoded = {key: found for key, found in self._encoded.items() if key in stamps}
         changed = [key for key in stamps if self._views.get(key, (None, None))[0] != stamps[key]]
         self._count = len(stamps)
         shown = time.monotonic()
@@ -96,7 +97,7 @@ class Watcher:
             view = self._read(key, notes)
             if view is not None:
                 self._views[key] = (stamps[key], view)
-            if time.monotonic() - shown > PROGRESS_S:  # show what a large store has given so far
+            if time.monotonic() - shown > PROGRESS_S:  # show the runs read so far
                 self._publish(notes, reading=(done, len(changed)))
                 shown = time.monotonic()
             if self._stop.is_set():
@@ -135,7 +136,7 @@ class Watcher:
         self.snapshot = replace(now, revision=old.revision + (now != old))
 
     def _encode(self, key: str, stamp: Hashable, view: RunView, limit: int) -> bytes:
-        """Return a run's row and curves as JSON, from the last time if nothing has changed."""
+        """Return a run's row and curves as JSON, from the cache if nothing has changed."""
         made_of, content = self._encoded.get(key, (None, b""))
         if made_of != (stamp, limit):
             row = view.row(key, time.time())
@@ -145,7 +146,7 @@ class Watcher:
         return content
 
     def _fit(self, notes: list[str]) -> bytes:
-        """Fit one law per group, largest group first; refit only what has changed."""
+        """Fit one law per group, largest group first; refit only groups that have changed."""
         groups: dict[str, dict[str, RunView]] = defaultdict(dict)
         for key, (_, view) in self._views.items():
             groups[view.group][key] = view
@@ -158,7 +159,7 @@ class Watcher:
             experiment = named.most_common(1)[0][0]
             kinds = [text(record[key]) for key in ("arch", "recipe") if record.get(key)]
             name = " · ".join(part for part in (experiment, *kinds) if part != "?")
-            # For `launch fit`. It refuses a directory in which recipes or models are mixed.
+            # Options for `launch fit`, which refuses a directory with several recipes or models.
             options = f"--experiment {shlex.quote(experiment)}"
             if view.path is not None:
                 options = f"--runs {shlex.quote(str(view.path.parent))}"
@@ -174,7 +175,7 @@ class Watcher:
         views = [view.run for view in members.values()]
         runs = sorted(views, key=lambda run: (run.N, run.name))
         try:
-            # As `launch score`, among all runs: a forecast run may be of another experiment.
+            # Search all runs, like `launch score`: the forecast run may have another experiment.
             every = [view.run for _, view in self._views.values()]
             scores = score(self.source.forecasts(members), every)
         except Exception as error:  # one damaged forecast must not cost the law
@@ -183,7 +184,7 @@ class Watcher:
         basis = repr(([(r.name, r.finished, r.N, r.evals[-1:]) for r in runs], scores))
         if self._laws.get(group, ("",))[0] != basis:
             try:
-                # Whole logs: the views are thinned, and a plateau would end too early in them.
+                # Read whole logs: in the thinned ones a plateau would end too early.
                 whole = [
                     self.source.read(key, whole=True).curve
                     for key, view in members.items()
@@ -228,7 +229,7 @@ class Watcher:
             return None
 
     def everything(self) -> bytes:
-        """Return all answers in one, for a page without a server."""
+        """Return the answers to all requests, for a page without a server."""
         limit = max(MIN_POINTS, min(PAGE_POINTS, STATIC_POINTS // max(1, len(self.snapshot.runs))))
         pages = b",".join(
             b'"%b":%b' % (key.encode(), self.page(key, limit) or b"null")

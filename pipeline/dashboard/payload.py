@@ -60,7 +60,7 @@ def short(value: float) -> float:
 
 
 def thin(x: Array, keep: Sequence[Array], buckets: int) -> list[int]:
-    """Choose rows that draw the same: the extremes of each `keep` column per bucket of sorted x."""
+    """Choose rows that look the same when drawn: per bucket of x, the extremes of each column."""
     edges = np.linspace(x[0], x[-1], buckets + 1)
     bucket = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, buckets - 1)
     starts = np.flatnonzero(np.diff(bucket, prepend=-1))
@@ -133,7 +133,7 @@ class Series:
 
 
 class RunLog:
-    """A run's log, reduced; without a limit every step is kept, and its token hash too."""
+    """A run's log, reduced to `limit` rows. Without a limit it has every step and token hash."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -227,7 +227,7 @@ class RunLog:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as far as it is known now."""
+    """A run as it is known now."""
 
     record: Record
     log: RunLog
@@ -249,7 +249,7 @@ class RunView:
     def group(self) -> str:
         """Runs that one law can describe share a group."""
         keys = ("arch", "objective", "tokenizer", "convention", *RECIPE_KEYS)
-        # Of one directory, as `launch fit --runs` reads it. MLflow knows experiments instead.
+        # A group is within one directory, like `launch fit --runs`, or one experiment of MLflow.
         place = self.record.get("experiment") if self.path is None else str(self.path.parent)
         parts = [str(place), *(text(self.record.get(key)) for key in keys)]
         return hashlib.sha256("\n".join(parts).encode("utf-8", "replace")).hexdigest()[:8]
@@ -271,7 +271,8 @@ class RunView:
             eta_s = (steps - step) * tokens / step / speed
         happened = [event["event"] for event in self.log.events]
         # The log of a branch begins with its trunk's, whose restarts are not the branch's.
-        own = happened[max((i for i, name in enumerate(happened) if name == "start"), default=0) :]
+        starts = [index for index, name in enumerate(happened) if name == "start"]
+        own = happened[starts[-1] :] if starts else happened
         return {
             "id": key,
             "name": text(run.name),

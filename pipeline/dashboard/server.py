@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.dashboard.live import Watcher
 
-# ── the page and its parts ───────────────────────────────────────────────────────────────────────
+# The page and its parts
 
 PLOTLY = "plotly.js"  # the package's own copy; loaded last, because the table does not need it
 SCRIPTS = (
@@ -97,7 +97,7 @@ def _digest(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-# ── the application ──────────────────────────────────────────────────────────────────────────────
+# The application
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 COOKIE = "isoflop-token"
@@ -224,11 +224,11 @@ class Guard:
         return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 
-# ── connections ──────────────────────────────────────────────────────────────────────────────────
+# Connections
 
 MAX_CONNECTIONS = 200
 REQUEST_TIMEOUT_S = 10.0  # for a whole request, from the connection or the answer before it
-ANSWER_TIMEOUT_S = 60.0  # for the answer, including a client that reads slowly
+ANSWER_TIMEOUT_S = 60.0  # for the answer, even if the client reads slowly
 
 
 class LimitedProtocol(H11Protocol):
@@ -241,7 +241,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         self.began = time.monotonic()
         self.deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
-        # Beyond the limit the oldest connection without a request goes, to serve new ones.
+        # Beyond the limit, close the oldest connection without a request, to serve new ones.
         connections = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         still_open = [each for each in connections if not each.transport.is_closing()]
         idle = [each for each in still_open if not each.answering]

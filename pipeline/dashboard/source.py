@@ -40,6 +40,8 @@ class Directories:
             hashlib.sha256(os.fsencode(path)).hexdigest()[:12]: path
             for path in find_runs(self.root)
         }
+        for key in self._following.keys() - self._paths.keys():  # deleted runs
+            self._following.pop(key)[0].close()
         return {
             key: tuple(_stamp(path / name) for name in (RUN_FILE, FILE))
             for key, path in self._paths.items()
@@ -59,14 +61,14 @@ class Directories:
                 for entry in records:
                     log.add(entry)
             view = RunView(record, log, self._link(path), path)
-            # An ended run is rarely read again.
+            # Runs that have ended are rarely read again.
             running = not whole and view.run.status(time.time()) == "running"
         except BaseException:
             tail.close()
             raise
         if running:
             self._following[key] = (tail, log)
-        else:  # keep neither its file open nor spare rows in memory
+        else:  # close the file and free the spare rows
             tail.close()
             log.steps.reduce()
             log.evals.reduce()

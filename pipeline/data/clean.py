@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -51,7 +52,7 @@ _IPV4 = re.compile(rf"(?<![\w.])(?:{_BYTE}\.){{3}}{_BYTE}(?![\w.])")
 
 
 class Document(NamedTuple):
-    item: int  # its number among all that its task reads, malformed ones included
+    item: int  # number of the document in its task, where malformed documents count too
     text: str
     raw: bytes  # the text in UTF-8
 
@@ -83,7 +84,7 @@ class Ledger:
             self._malformed_file.write(json.dumps(line).encode() + b"\n")
 
     def sift(self, stage: str, batch: Batch, reason: Callable[[Document], str | None]) -> Batch:
-        """Return the documents that there is no reason to drop."""
+        """Return the documents for which `reason` returns None, and count all of them."""
         kept = []
         for document in batch:
             why = reason(document)
@@ -121,7 +122,7 @@ def _zeros() -> I64:
 def total(parts: Iterable[tuple[Stage, ...]]) -> tuple[Stage, ...]:
     """Add up the counts of many tasks."""
     ledger = Ledger()
-    for stage in (stage for part in parts for stage in part):
+    for stage in chain.from_iterable(parts):
         dropped_bytes = sum(size for _, size in stage.dropped.values())
         bytes_in = stage.bytes_in - dropped_bytes
         ledger.keep(stage.name, stage.documents_kept, bytes_in, stage.bytes_kept)
@@ -147,12 +148,12 @@ def before_dedup(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]:
 def after_dedup(
     task: Task, recipe: Recipe, keep: npt.NDArray[np.bool_], ledger: Ledger
 ) -> Iterator[Batch]:
-    """Read again the documents that the sketch pass, which filtered and counted them, kept."""
+    """Read the kept documents again; the sketch pass has filtered and counted all of them."""
     for batch in _read_batches(task, recipe, ledger):
         kept = [document for document in batch if document.item < len(keep) and keep[document.item]]
         yield _normalized(kept, recipe, ledger)
     found = sum(stage.documents_in for stage in ledger.stages() if stage.name == "read")
-    if found != len(keep):  # the flags would be those of other documents
+    if found != len(keep):  # the flags would belong to other documents
         text = f"source={task[0].source!r}: a file changed after dedup had read it"
         raise DataError(f"{text}; run the command again")
 
@@ -160,18 +161,18 @@ def after_dedup(
 def _read_batches(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]:
     batch: Batch = []
     size = 0
-    texts = (found for piece in task for found in read(piece, recipe.columns))
-    for item, found in enumerate(texts):
-        if isinstance(found, Malformed):
-            ledger.report(found)
+    texts = chain.from_iterable(read(piece, recipe.columns) for piece in task)
+    for item, text in enumerate(texts):
+        if isinstance(text, Malformed):
+            ledger.report(text)
             continue
-        raw = found.encode()  # every later stage needs the bytes
-        empty = _why_empty(found, recipe)
+        raw = text.encode()  # every later stage needs the bytes
+        empty = _why_empty(text, recipe)
         if empty:
             ledger.drop("read", empty, 1, len(raw))
             continue
         ledger.keep("read", 1, len(raw), len(raw))
-        batch.append(Document(item, found, raw))
+        batch.append(Document(item, text, raw))
         size += len(raw)
         if size >= MB or len(batch) == BATCH_DOCUMENTS:
             yield batch
@@ -184,7 +185,7 @@ def _read_batches(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]
 def _why_empty(text: str, recipe: Recipe) -> str:
     if recipe.pairs is None:
         return "empty" if not text or text.isspace() else ""
-    # Of several languages, a row needs any two.
+    # A row needs text in two languages, also if there are more columns.
     filled = sum(bool(part.strip()) for part in text.split(PAIR))
     return "empty side" if filled < 2 else ""
 
@@ -193,7 +194,7 @@ def _normalized(batch: Batch, recipe: Recipe, ledger: Ledger) -> Batch:
     rules = recipe.normalise
     if rules == Normalize():
         return batch
-    found = []
+    kept = []
     for document in batch:
         text = normalize(document.text, rules)
         empty = _why_empty(text, recipe)
@@ -201,9 +202,9 @@ def _normalized(batch: Batch, recipe: Recipe, ledger: Ledger) -> Batch:
             ledger.drop("normalise", empty, 1, len(document.raw))
         else:
             raw = text.encode()
-            found.append(Document(document.item, text, raw))
+            kept.append(Document(document.item, text, raw))
             ledger.keep("normalise", 1, len(document.raw), len(raw))
-    return found
+    return kept
 
 
 def normalize(text: str, rules: Normalize) -> str:

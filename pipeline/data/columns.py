@@ -125,7 +125,7 @@ def _check_offsets(column: Any) -> None:
 
 
 def _check_columns(path: str, keys: Sequence[str], names: list[str]) -> list[str]:
-    """Return the columns that exist: the one with the text, or at least two of those of pairs."""
+    """Return the columns that exist. A text needs its column; pairs need at least two of theirs."""
     present = [key for key in keys if key in names]
     known = f"choose from {', '.join(names)}"
     if len(keys) == 1 and not present:

@@ -59,8 +59,8 @@ class Corpus:
         return self.manifest.splits[name]
 
     def check(self, config: RunSpec, *splits: str) -> None:
-        """Check that the model has an id for every token and for everything special that its
-        objective adds to the text, and that the splits are longer than one window."""
+        """Check that the model's vocabulary has every token and every special id of the objective,
+        and that the splits are longer than one window."""
         pieces = self.manifest.tokenizer.vocab
         special = config.objective.special_ids
         if config.model.vocab < pieces + special:
@@ -83,7 +83,7 @@ class Corpus:
         columns = self.manifest.pairs
         pairs = isinstance(objective, Pairs)
         wanted = objective.languages if isinstance(objective, Pairs) else ()
-        if not columns and pairs:
+        if pairs and not columns:
             raise DataError(
                 f'objective.kind="pairs" reads pairs, and {self.path} has none; prepare data with '
                 "--pairs SOURCE,TARGET, or choose another objective.kind"
@@ -100,7 +100,7 @@ class Corpus:
             )
 
     def check_rows(self, length: int, otherwise: str = "") -> None:
-        """Check that every document is a row of so many tokens (data/rows.py)."""
+        """Check that every document is a row of `length` tokens (data/rows.py)."""
         for shard in (shard for split in self.manifest.splits.values() for shard in split.shards):
             lengths = self.lengths(shard)
             if (lengths[:-1] != length).any() or lengths[-1] != 1:
@@ -174,7 +174,7 @@ def inspect(path: Path) -> dict[str, Any]:
     manifest = corpus.manifest
     tokenizer = corpus.tokenizer
     splits = manifest.splits.items()
-    return {
+    described: dict[str, Any] = {
         "path": str(path),
         "hash": manifest.hash,
         "dtype": manifest.dtype,
@@ -183,8 +183,10 @@ def inspect(path: Path) -> dict[str, Any]:
         "sources": [source.model_dump() for source in manifest.sources],
         "stages": [stage.model_dump(exclude_none=True) for stage in manifest.stages],
         "checksums": "ok",
-        **({"pairs": list(manifest.pairs)} if manifest.pairs else {}),
     }
+    if manifest.pairs:
+        described["pairs"] = list(manifest.pairs)
+    return described
 
 
 def _describe(corpus: Corpus, split: shards.Split, tokenizer: "Tokenizer") -> dict[str, Any]:
@@ -223,7 +225,7 @@ def _describe(corpus: Corpus, split: shards.Split, tokenizer: "Tokenizer") -> di
 
 
 def is_finished(out: Path, arguments: dict[str, Any]) -> bool:
-    """Check whether a corpus of these arguments is there; one of other arguments is an error."""
+    """Check whether `out` has a corpus of these arguments; one of other arguments is an error."""
     remedy = "choose another --out or remove this one"
     try:
         if not (out / shards.MANIFEST).exists():
@@ -247,7 +249,7 @@ def is_finished(out: Path, arguments: dict[str, Any]) -> bool:
 
 @contextmanager
 def claimed(out: Path, fingerprint: str, warn: Callable[[str], None]) -> Iterator[Path]:
-    """Lock the directory and yield the folder for what these arguments have finished."""
+    """Lock the directory and yield the folder for finished parts of a corpus of these arguments."""
     if not shards.has_utf8_name(out):
         raise DataError(f"out={str(out)!r}: the name is not UTF-8; choose another --out")
     work = out / WORK
@@ -292,7 +294,7 @@ def _clean_up(new_out: Path | None, work: Path, mine: Path) -> None:
 
 
 def publish(work: Path, out: Path, names: Sequence[str], arguments: dict[str, Any]) -> None:
-    """Move the files to their place. If it is killed midway, the next call moves the rest."""
+    """Move the files to their place. If this is interrupted, the next call moves the others."""
     for other in work.parent.iterdir():
         if other.is_dir() and other != work:
             shutil.rmtree(other)

@@ -26,7 +26,7 @@ from pipeline.objective.draws import I64
 RANGE_ROWS = 4_000_000  # keys per range: a task takes some hundred megabytes
 BLOCK = 2**16  # documents or pairs processed at once
 NPY_HEADER_BYTES = 128  # of every one-dimensional array of plain numbers that np.save writes
-COPIES = "same"  # the file with one flag per document: it is an exact copy
+COPIES = "same"  # file with a flag per document: whether it is an exact copy of an earlier one
 
 
 def deduplicate(
@@ -50,7 +50,7 @@ def deduplicate(
         for pairs in _pairs(_near_range, "bands", parts, starts, recipe):
             join(parents, pairs)
     ledger = Ledger()
-    stretches = zip(starts, starts[1:], parts, strict=False)
+    stretches = zip(starts, starts[1:], parts, strict=False)  # used up record by record
     for stem, record in records:
         keep = np.zeros(record.stages[0].documents_in if record.stages else 0, bool)
         for low, high, part in islice(stretches, record.parts):
@@ -124,10 +124,10 @@ def _exact_range(
 def _near_range(
     out: Path, part: int, ranges: int, stems: list[Path], starts: I64, recipe: Recipe
 ) -> None:
-    """Compare documents that share a band: each with its bucket's first and with the one before."""
+    """Compare each document with the first of its bucket (equal band) and with the one before."""
     near = recipe.dedup.near
     assert near is not None
-    # Without exact copies, which would only make the buckets larger.
+    # Leave out exact copies, which would only make the buckets larger.
     rows, numbers = _rows("bands", part, ranges, stems, starts, copies=False)
     order = np.lexsort((numbers, rows["key"]))
     first, later, previous = _groups(rows["key"][order], numbers[order])
@@ -150,14 +150,14 @@ def _near_range(
 
 
 def _groups(keys: npt.NDArray[np.generic], numbers: I64) -> tuple[I64, I64, I64]:
-    """Group sorted keys. For every number but a group's first, return three arrays:
+    """Group numbers by sorted keys. For all but the first of each group, return three arrays:
 
-    the first of its group, the number itself, and the number before it.
+    the first number of the group, the number itself, and the number before it.
     """
-    fresh = np.ones(len(keys), bool)
-    fresh[1:] = keys[1:] != keys[:-1]
-    first = numbers[np.flatnonzero(fresh)[np.cumsum(fresh) - 1]]
-    return first[~fresh], numbers[~fresh], np.roll(numbers, 1)[~fresh]
+    begins = np.ones(len(keys), bool)  # whether a group begins here
+    begins[1:] = keys[1:] != keys[:-1]
+    first = numbers[np.flatnonzero(begins)[np.cumsum(begins) - 1]]
+    return first[~begins], numbers[~begins], np.roll(numbers, 1)[~begins]
 
 
 def _rows(

@@ -34,7 +34,7 @@ class Encoded(Frozen):
 
     source: str  # a task never mixes sources
     shards: dict[str, Shard]  # by split
-    stages: tuple[Stage, ...]  # without those that the sketch pass has counted
+    stages: tuple[Stage, ...]  # without the stages that the sketch pass has counted
     malformed: Malformed | None  # the first; all are in NAME.malformed
 
 
@@ -61,7 +61,7 @@ def tokenize(task: Task, stem: Path, recipe: Recipe) -> Encoded:
             batches = (decontaminated(batch, grams, ledger) for batch in batches)
         documents = chain(
             _read_tokenized(tokenized, tokenizer, ledger),
-            (document for batch in batches for document in _encode(batch, tokenizer, recipe)),
+            chain.from_iterable(_encode(batch, tokenizer, recipe) for batch in batches),
         )
         writers = _write(documents, recipe.valid_share, stem, dtype_for(tokenizer.vocab))
     source = task[0].source
@@ -99,7 +99,7 @@ def _encode(batch: Batch, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[_Doc
 
 def _read_tokenized(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterator[_Document]:
     info = tokenizer.info(MODEL)
-    for ids in (ids for piece in task for ids in megatron.documents(piece, info)):
+    for ids in chain.from_iterable(megatron.documents(piece, info) for piece in task):
         if isinstance(ids, Malformed):
             ledger.report(ids)
             continue

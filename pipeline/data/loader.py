@@ -167,7 +167,7 @@ class PackedStream(ShardRows):
         return shard, parts[ends[row] : ends[row + 1]]
 
     def read(self, window: int) -> Row:
-        """Return one row. Padding at its end is one more document that predicts nothing."""
+        """Return one row. Padding at its end counts as another document, without targets."""
         shard, parts = self.parts(window)
         data = self._map(shard)
         # One block of memory, so that one hash covers tokens, targets and documents.

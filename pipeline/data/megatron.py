@@ -21,7 +21,7 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 PIECE_BYTES = 4 * MB
 DOCUMENTS = 2**18  # documents of an index read at once, ...
 SEQUENCES = 2**20  # ... and sequences: some tens of megabytes
-DOCUMENT_TOKENS = DOCUMENT_BYTES  # a longer document is malformed, as is a text of as many bytes
+DOCUMENT_TOKENS = DOCUMENT_BYTES  # a longer document is malformed, like a text of more bytes
 
 
 class Index:
@@ -89,7 +89,7 @@ class Index:
         starts = ends[:-1][has_sequences] - first
         contiguous = np.ones(len(offsets), bool)
         np.equal(np.diff(offsets), sizes[:-1], out=contiguous[1:])
-        contiguous[starts] = True  # only within a document
+        contiguous[starts] = True  # a document may begin anywhere
         if not contiguous.all():
             text = f"{self.path}: the sequences of a document are not contiguous: damaged"
             raise DataError(f"{text}; copy it again")

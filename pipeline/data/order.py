@@ -17,7 +17,7 @@ from pipeline.objective.draws import F64, I64, U64, Draws, mix
 if TYPE_CHECKING:  # training needs no recipe
     from pipeline.data.corpus_recipe import Mixture
 
-SHARDS_TOGETHER = 8  # of packed rows, shuffled together; a reader keeps as many packings
+SHARDS_TOGETHER = 8  # shards of packed rows to shuffle together; a reader keeps 8 packed shards
 BLOCK = 4096  # samples; weights are rounded to 1/4096
 # Four rounds suffice in theory (Luby & Rackoff 1988); two more as the mix is not cryptographic.
 ROUNDS = 6
@@ -122,7 +122,7 @@ def mixed(sources: Sequence[SourceShare], mixture: "Mixture | None") -> tuple[So
 
 
 def check_mixture(mixture: "Mixture | None", names: Sequence[str]) -> None:
-    """Check what can be checked before tokens are counted."""
+    """Check the mixture as far as possible before tokens are counted."""
     if mixture is None:
         return
     unmatched = set(mixture.weights) ^ set(names)
@@ -176,7 +176,7 @@ def capped(weights: F64, limits: F64) -> F64:
 def places(weights: F64, most: I64) -> I64:
     """Return the samples of each source in a block: at least one, at most its limit.
 
-    What rounding down leaves goes to the sources with the largest remainders."""
+    The places left over by rounding down go to the sources with the largest remainders."""
     exact = weights * (BLOCK - len(weights))  # one place per source is reserved
     counts = np.minimum(1 + np.floor(exact).astype(np.int64), most)
     for _ in range(BLOCK - counts.sum()):

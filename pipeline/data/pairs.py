@@ -78,16 +78,16 @@ def pack_pairs(tokens: npt.NDArray[np.integer], eod: int, rows: PairRows) -> Pac
     sources_N = np.concatenate([first + source for source, _ in rows.directions])
     targets_N = np.concatenate([first + target for _, target in rows.directions])
     # An empty part has only its end: the document is not in this language.
-    there = (lengths_P[sources_N] > 1) & (lengths_P[targets_N] > 1)
-    # The token of its language precedes the source. In the decoder it precedes the target, in place
-    # of the usual first token, so it needs no extra space there.
+    present = (lengths_P[sources_N] > 1) & (lengths_P[targets_N] > 1)
+    # A source begins with the token of its language. The token of the target's language replaces
+    # the usual first token of the decoder, so it needs no extra space.
     source_lengths = lengths_P[sources_N] + rows.objective.tagged
     fits = (source_lengths <= rows.source_seq) & (lengths_P[targets_N] <= rows.seq)
-    kept = there & fits
+    kept = present & fits
     sources_N = sources_N[kept]
     targets_N = targets_N[kept]
     firsts = _fill(source_lengths[kept], lengths_P[targets_N], capacity=(rows.source_seq, rows.seq))
-    left_out = int((there & ~fits).sum())
+    left_out = int((present & ~fits).sum())
     return Packed(starts_P, ends_P, sources_N, targets_N, firsts, left_out)
 
 
@@ -97,7 +97,7 @@ def _fill(sources_N: I64, targets_N: I64, capacity: tuple[int, int]) -> I64:
     firsts = [0]
     while firsts[-1] < len(sources_N):
         at = firsts[-1]
-        # The last pair whose sum is within the capacity, by bisection, for either side.
+        # Bisect for the last pair whose sum is within the capacity, on either side.
         ends = [
             int(np.searchsorted(total, total[at] + most, "right")) - 1
             for total, most in zip(sums, capacity, strict=True)

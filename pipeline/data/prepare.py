@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import astuple, dataclass
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,7 +40,7 @@ MALFORMED_SHARE = 0.01  # of the documents; more looks like a wrong file, not li
 # A shorter held-out text occurs in many documents by chance (GPT-3's appendix C).
 SHORTEST_HELD_OUT_WORDS = 8
 
-Report = Callable[[str, int, int], None]  # what, bytes done, bytes in total
+Report = Callable[[str, int, int], None]  # name of the stage, bytes done, bytes in total
 Record = TypeVar("Record", bound=Frozen)
 
 
@@ -77,7 +78,7 @@ def prepare(
     tasks = plan(recipe.sources, limit_bytes=limit_bytes, seed=recipe.seed, out=out, warn=warn)
     if not tasks:
         raise _no_text(recipe)
-    for piece in (piece for task in tasks for piece in task):
+    for piece in chain.from_iterable(tasks):
         if recipe.pairs and piece.kind not in ("jsonl", "parquet", "arrow", "hf"):
             known = ".jsonl, .parquet, .arrow or hf:NAME"
             given = f"pairs={','.join(recipe.pairs)}"
@@ -87,7 +88,7 @@ def prepare(
     against = _held_out_tasks(recipe, out, warn)
     pieces = [[astuple(piece) for piece in task] for task in [*tasks, *against]]
     inputs = xxhash.xxh3_128_hexdigest(repr(pieces).encode())
-    fingerprint = recipe.fingerprint(inputs)  # of all that decides the bytes
+    fingerprint = recipe.fingerprint(inputs)  # of everything that determines the bytes
     arguments = {"recipe": recipe.model_dump(mode="json"), "inputs": inputs}
     if is_finished(out, arguments):
         report("verify", 0, 1)
@@ -134,7 +135,7 @@ def _make_tokenizer(job: Job, model: bytes | None) -> Tokenizer:
 
 
 def _held_out_tasks(recipe: Recipe, out: Path, warn: Warn) -> list[Task]:
-    # The planner names the key `source`; here the user wrote another.
+    # Errors and warnings of `plan` name the key `source`, but the user wrote another one.
     def rename(line: str) -> str:
         return line.replace("source=", "decontaminate.against=", 1)
 
@@ -157,9 +158,9 @@ def _write_held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Non
     grams: dict[int, list[U64]] = {}
     texts = 0
     short = 0
-    for piece in (piece for task in against for piece in task):
+    for piece in chain.from_iterable(against):
         for text in read(piece, (job.recipe.text_key,)):
-            if isinstance(text, Malformed):  # a text that is skipped would be trained on
+            if isinstance(text, Malformed):  # a skipped text might be in the training data
                 raise DataError(f"decontaminate.against: {text.where}; fix the file")
             words = word_hashes(normalize(text, job.recipe.normalise).encode())
             texts += 1
@@ -183,7 +184,7 @@ def _write_held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Non
 
 
 def _deduplicate(job: Job) -> tuple[shards.Stage, ...] | None:
-    """Write what each task keeps and return the counts up to dedup; None if dedup is off."""
+    """Write which documents each task keeps. Return the counts up to dedup; None if it is off."""
     if job.recipe.dedup == Dedup():
         return None
     counts = job.work / "dedup.json"
@@ -309,7 +310,7 @@ def _manifest(
 
 
 def _source_share(source: str, train: shards.Split) -> shards.SourceShare:
-    """Count what training can draw from the source, without held-out documents."""
+    """Count the training documents of a source."""
     split = shards.Split.of([shard for shard in train.shards if shard.source == source])
     language = synthetic.LANGUAGES.get(source)
     return shards.SourceShare(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
@@ -106,7 +107,7 @@ def _connect(address: str | None, workers: int | None) -> Path:
 def _killed_with_driver(session: Path) -> Iterator[None]:
     """Kill the processes of a private Ray session when this process ends, even by SIGKILL."""
     guard = subprocess.Popen(
-        python_module("pipeline.data.ray_pool", session),  # which imports no Ray
+        python_module("pipeline.data.ray_pool", session),  # this module, which imports no Ray
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -143,9 +144,9 @@ def run(
 ) -> list[Result]:
     """Call the function once per tuple of arguments, in parallel, and return results in order.
 
-    The first error is raised as it was in the worker. Only as many calls as there are CPUs are
-    submitted: the driver's memory does not grow with the work, and no call waits in a queue, where
-    canceling it can abort the driver (seen with Ray 2.60).
+    The first error in a worker is raised here. At most one call per CPU is submitted at a time, so
+    that memory does not grow with the work and no call waits in Ray's queue, where canceling it can
+    abort the driver (seen with Ray 2.60).
     """
     import ray
 
@@ -162,7 +163,7 @@ def run(
     remote = ray.remote(max_retries=3)(in_folder)
     results: dict[int, Result] = {}
     running: dict[Any, int] = {}  # reference → index of the call
-    waiting = iter(enumerate(calls))
+    waiting = deque(enumerate(calls))
     try:
         with _interrupts() as interrupted:
             while True:
@@ -170,10 +171,8 @@ def run(
                 slots = max(1, int(ray.cluster_resources().get("CPU", 1)))
                 if interrupted():
                     raise KeyboardInterrupt
-                while len(running) < min(workers or slots, slots):
-                    index, call = next(waiting, (-1, ()))
-                    if index < 0:
-                        break
+                while waiting and len(running) < min(workers or slots, slots):
+                    index, call = waiting.popleft()
                     running[remote.remote(*call)] = index
                 if not running:
                     return [results[i] for i in range(len(calls))]
@@ -196,8 +195,8 @@ def run(
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Yield whether Ctrl-C was pressed."""
-    # An interrupt that is raised while Ray frees an object is swallowed there, so remember it.
+    """Yield a function that returns whether Ctrl-C was pressed."""
+    # Ray swallows an interrupt that is raised while it frees an object, so remember it.
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # only the main thread can handle signals
         return

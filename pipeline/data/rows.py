@@ -127,7 +127,7 @@ def label_names(
     return tuple(map(str, classes))
 
 
-# ── Rows ─────────────────────────────────────────────────────────────────────────────────────────
+# Rows
 
 
 class Encoded(NamedTuple):
@@ -179,10 +179,11 @@ def make_row(
     else:
         first = len(row.first)
         second = len(row.second)
-        for _ in range(excess):  # the longer text of a pair gets shorter first
-            longer = first >= second
-            first = max(0, first - longer)  # a row of two tokens has no space for three ends
-            second -= not longer
+        for _ in range(excess):  # shorten the longer text of a pair first
+            if first < second:
+                second -= 1
+            elif first > 0:  # a row of two tokens has no space for three ends
+                first -= 1
         digits = [int(digit, 16) for digit in f"{row.bits:0{LABEL_DIGITS}x}"]
         tokens = [*digits, *row.first[:first], eod, *row.second[:second]]
     return tokens + [eod] * (objective.text_length(seq) - len(tokens)), excess > 0
@@ -198,8 +199,8 @@ def write_rows(
 ) -> int:
     """Write the corpus of a run's examples; return how many were cut.
 
-    The held-out rows are filled up to whole batches of rows without a label, so that an evaluation
-    reads every example once."""
+    Rows without a label complete the last held-out batch, so that an evaluation reads every example
+    once."""
     cut = 0
     shards: dict[str, Split] = {}
     dtype = dtype_for(tokenizer.vocab)

@@ -228,7 +228,7 @@ def has_utf8_name(path: Path) -> bool:
 
 
 def read_error(error: Exception, path: str | Path) -> DataError:
-    """Wrap whatever a reader raises on a damaged file. ISOFLOP_TRACEBACK=1 shows its traceback."""
+    """Wrap an exception of a reader, usually about a damaged file, in an error with a remedy."""
     if isinstance(error, OSError) and error.strerror:
         return DataError(f"{path}: cannot be read ({error.strerror}); check the path")
     reason = f"{type(error).__name__}: {first_line(error)}"

@@ -5,6 +5,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from pipeline.data import synthetic
@@ -104,7 +105,7 @@ def _shared(files: list[list[Piece]], limit_bytes: int | None) -> list[Piece]:
     sizes = [sum(piece.bytes for piece in pieces) for pieces in files]
     total = sum(sizes)
     if limit_bytes is None or len(files) == 1 or total <= limit_bytes:
-        return list(_limited((piece for pieces in files for piece in pieces), limit_bytes))
+        return list(_limited(chain.from_iterable(files), limit_bytes))
     smallest = min(SMALLEST_SHARE_BYTES, limit_bytes / 8)
     chosen: list[Piece] = []
     owed = 0.0
@@ -113,7 +114,7 @@ def _shared(files: list[list[Piece]], limit_bytes: int | None) -> list[Piece]:
         least = min(size, smallest)
         if owed >= least / 2:
             found = list(_limited(pieces, round(max(owed, least))))
-            # Of a row group or a compressed file, no more than the limit is read.
+            # A row group or a compressed file is read up to its limit.
             owed -= sum(min(piece.bytes, piece.limit or piece.bytes) for piece in found)
             chosen += found
     return chosen
@@ -131,7 +132,7 @@ def _limited(pieces: Iterable[Piece], limit_bytes: int | None) -> Iterator[Piece
         if piece.kind in ("text", "jsonl") and piece.stop > 0:
             piece = replace(piece, stop=min(piece.stop, left), bytes=min(piece.bytes, left))
         else:
-            # How much text it contains is known only when it is read.
+            # The amount of text in such a piece is known only when it is read.
             piece = replace(piece, limit=left)
         left -= piece.bytes
         yield piece
@@ -261,7 +262,7 @@ def _group(pieces: Sequence[Piece], task_bytes: int) -> Iterator[Task]:
     """Combine small pieces and cut large files, to about task_bytes per task."""
     group: list[Piece] = []
     size = 0
-    for piece in (part for whole in pieces for part in _split(whole, task_bytes)):
+    for piece in chain.from_iterable(_split(whole, task_bytes) for whole in pieces):
         if group and size + piece.bytes > task_bytes:
             yield tuple(group)
             group = []

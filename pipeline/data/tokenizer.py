@@ -37,7 +37,7 @@ MOST_PIECES = 2**24  # sentencepiece counts in 32 bits; the largest vocabularies
 SENTENCE_CHARACTERS = 4096  # cut documents for the trainer: its work per sentence is not linear
 DECODE_IDS = 2**16  # ids decoded at once: as Python objects they take several times the memory
 
-# gigatoken 0.10 never forgets a word. Check its memory after so many characters of text.
+# gigatoken 0.10 never removes a word from its cache, so check its memory from time to time.
 CACHE_BYTES = 256 * MB
 CACHE_CHECK_CHARACTERS = 4 * MB
 
@@ -98,8 +98,8 @@ class Tokenizer:
     @cached_property
     def controls(self) -> dict[str, int]:
         """Pieces that text must never produce, by spelling."""
-        never = (_PieceType.CONTROL, _PieceType.UNKNOWN)
-        return {piece.piece: i for i, piece in enumerate(self._spec.pieces) if piece.type in never}
+        types = (_PieceType.CONTROL, _PieceType.UNKNOWN)
+        return {piece.piece: i for i, piece in enumerate(self._spec.pieces) if piece.type in types}
 
     def _text_reaches(self, control: str) -> bool:
         # BPE and character models look up a lone character of any type, word models a word.
@@ -137,7 +137,7 @@ class Tokenizer:
 
     @cached_property
     def adds_space(self) -> bool:
-        """Whether it adds a space before every text, and removes it again in `decode`."""
+        """Whether `encode` adds a space before every text, which `decode` removes."""
         return bool(self._spec.normalizer_spec.add_dummy_prefix)
 
     def encode(self, text: str) -> Ids:
@@ -192,8 +192,11 @@ class Tokenizer:
 
     def text_bytes(self, ids: Ids) -> bytes:
         """Return the text of the ids; a lossless tokenizer returns exactly the bytes it encoded."""
-        blocks = (ids[start : start + DECODE_IDS] for start in range(0, len(ids), DECODE_IDS))
-        return b"".join(b"".join(map(self._piece_bytes.__getitem__, b.tolist())) for b in blocks)
+        parts = []
+        for start in range(0, len(ids), DECODE_IDS):
+            block = ids[start : start + DECODE_IDS].tolist()
+            parts.append(b"".join([self._piece_bytes[number] for number in block]))
+        return b"".join(parts)
 
     @cached_property
     def _piece_bytes(self) -> list[bytes]:
@@ -232,8 +235,9 @@ class Tokenizer:
 
     @cached_property
     def converted(self) -> str:
-        """The model as a tokenizer.json, which gigatoken reads. ValueError if there is none, as for
-        unigram models; only for fast ones are the ids sure to be the same."""
+        """The model as a tokenizer.json, which gigatoken reads; its ids are the same if `fast`.
+
+        Raises ValueError for models that cannot be converted, such as unigram models."""
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
 
         return sentencepiece_to_tokenizer_json(self.model)  # type: ignore[no-any-return]
@@ -337,7 +341,8 @@ def _sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
             task = mine[number * len(mine) // count]
             left = budget * share / count
             pieces = random.Random(f"{recipe.seed} {source} {number}").sample(task, len(task))
-            for text in (text for piece in pieces for text in read(piece, recipe.columns)):
+            texts = (read(piece, recipe.columns) for piece in pieces)
+            for text in itertools.chain.from_iterable(texts):
                 if isinstance(text, Malformed):
                     malformed = malformed or text
                     continue
@@ -354,7 +359,7 @@ def _sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
 def _sample_shares(tasks: Sequence[Task], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Return each source's share of the sample: by the mixture's weights, or by size."""
     sizes: dict[str, float] = {}
-    for piece in (piece for task in tasks for piece in task):
+    for piece in itertools.chain.from_iterable(tasks):
         sizes[piece.source] = sizes.get(piece.source, 0) + piece.bytes
     chosen = {source: weights.get(source, 0) for source in sizes} if weights else sizes
     total = max(sum(chosen.values()), 1e-300)

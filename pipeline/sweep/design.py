@@ -32,7 +32,7 @@ MOST_TRIED = 6  # ladders that are simulated before giving up; each takes second
 LENGTHS = ((5.0, 20.0), (10.0, 40.0), (5.0, 20.0, 80.0), (5.0, 10.0, 20.0, 40.0, 80.0))
 FEWEST_SIZES = 3
 MOST_SIZES = 7
-SPREAD = 30.0  # compute of the largest run over that of the smallest
+SPREAD = 30.0  # smallest allowed ratio of compute between the largest and the smallest run
 STEP = 1.4  # between neighboring sizes of a ladder
 
 
@@ -91,7 +91,7 @@ class PriorLaw:
         return np.asarray(self.E + of_n + of_d)
 
     def gradient(self, N: Array, D: Array) -> Array:
-        """Gradient of log loss by the five parameters, (5, n)."""
+        """Return the gradient of log loss by the five parameters, (5, n)."""
         of_n = self.a * (N / self.N0) ** -self.alpha
         of_d = self.b * (D / self.D0) ** -self.beta
         by_alpha = -np.log(N / self.N0) * of_n
@@ -254,8 +254,6 @@ def _ladder_sizes(configs: dict[str, RunSpec], most: float) -> tuple[str, ...]:
 
 def as_toml(sweep: Sweep, found: Width, target: Target) -> str:
     """Return the proposed ladder as a sweep file."""
-    note = (
-        f"# Planned for {target.name} ({count(target.N)} on {count(target.D)} tokens): ± "
-        f"{found.median:.1%} in simulation.\n"
-    )
+    run = f"{target.name} ({count(target.N)} on {count(target.D)} tokens)"
+    note = f"# Planned for {run}: ± {found.median:.1%} in simulation.\n"
     return note + tomli_w.dumps(sweep.model_dump(mode="json", exclude_none=True))

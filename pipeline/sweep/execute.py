@@ -35,7 +35,7 @@ class Member:
     """One run of a sweep as a command, which is the same on this machine and on a cluster."""
 
     name: str
-    argv: tuple[str, ...]  # for `launch`; --resume starts or continues a run, or does nothing
+    argv: tuple[str, ...]  # of `launch`; with --resume, it starts, continues or keeps a run
     out: Path
     steps: int
     after: str | None = None  # its trunk: the member that must finish first
@@ -127,7 +127,7 @@ def run(
     """
     state = Progress(list(todo))
     known = {member.name for member in todo}
-    processes: dict[str, tuple[subprocess.Popen[bytes], IO[str]]] = {}  # with what they print
+    processes: dict[str, tuple[subprocess.Popen[bytes], IO[str]]] = {}  # with their output
 
     received: list[int] = []
 
@@ -175,8 +175,9 @@ def _next(state: Progress, known: set[str]) -> Member | None:
 
 
 def _start(member: Member, jobs: int, track: bool) -> tuple[subprocess.Popen[bytes], IO[str]]:
-    """Start a member; return its process and a file of its errors and warnings. A pipe, read at
-    the end only, would stop a member that fills it."""
+    """Start a member; return its process and a file with its errors and warnings.
+
+    A pipe would block a member that fills it, because we read only at the end."""
     nproc = int(member.argv[member.argv.index("--nproc") + 1])
     # Several runs share this machine's cores; by default torch uses all of them in each.
     threads = max(1, (os.cpu_count() or 1) // (jobs * nproc))
@@ -214,7 +215,7 @@ def _end(
         state.failed[member.name] = reason
 
 
-# --- the results of a sweep, made from its run directories alone -------------------------------
+# The results of a sweep, which depend only on its run directories
 
 
 def write(root: Path) -> list[Path]:

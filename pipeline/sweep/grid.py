@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from pipeline.units import count, power
 
 SIDE = 2  # sizes needed on each side of N*: Akima's spline uses two, and one may be the edge
 SPACING = 4.0  # ratio of neighboring budgets, if they are derived from a limit on the total
-LAYER_S = 2e-3  # the least time of a step per layer: launching its kernels (docs/LOG.md)
+LAYER_S = 2e-3  # shortest time of a step per layer, to launch its kernels (docs/LOG.md)
 TIMING = "steps as `launch show` estimates them, and at least 2 ms per layer"
 # Largest ratio of learning rates of runs that share a trunk. With 2, neighboring sizes of a grid
 # got rates of 1.7e-3 and 4.3e-3, and the difference became noise in the fit.
@@ -87,9 +87,9 @@ class Planned:
 
     name: str
     size: str
-    N: int
-    D: float
-    C: float
+    N: int  # parameters, as scaling laws count them
+    D: float  # tokens
+    C: float  # FLOPs
     lr: float
     warmup_steps: int
     batch_tokens: int
@@ -115,42 +115,36 @@ def read(name: str | Path) -> Sweep:
                 f"{nearest(str(name), shipped)}"
             )
     sweep = validate(Sweep, read_toml(path), where=str(path))
-    # Both may be present if one is empty, as in a proposed ladder; a default does not count.
-    if sweep.tokens and sweep.tokens_per_param and "tokens_per_param" in sweep.model_fields_set:
-        raise ConfigError(
-            f"tokens={list(sweep.tokens)} in {path}: tokens_per_param="
-            f"{list(sweep.tokens_per_param)} also sets the lengths of the runs; remove one of them"
-        )
-    if sweep.tokens and sweep.kind == "isoflop":
-        raise ConfigError(
-            f"tokens={list(sweep.tokens)} in {path}: the budgets of an isoFLOP grid set the "
-            f"lengths of its runs; remove it, or set kind = 'ladder'"
-        )
-    if sweep.budgets and sweep.kind == "ladder":
-        raise ConfigError(
-            f"budgets={list(sweep.budgets)} in {path}: a ladder has sizes and lengths; remove it, "
-            f"or set kind = 'isoflop'"
-        )
-    if len(set(sweep.sizes)) < len(sweep.sizes):
-        raise ConfigError(f"sizes={list(sweep.sizes)} in {path}: a size occurs twice; remove one")
-    _check_set(sweep, path)
+    for setting, problem in _problems(sweep):
+        raise ConfigError(f"{setting} in {path}: {problem}")
     return sweep
 
 
-def _check_set(sweep: Sweep, path: Path) -> None:
-    """Refuse keys that the sweep sets itself, initial weights, and keys that are set twice."""
+def _problems(sweep: Sweep) -> Iterator[tuple[str, str]]:
+    """Yield every setting that conflicts with another one or with the sweep, and the problem."""
+    tokens = f"tokens={list(sweep.tokens)}"
+    # Both may be present if one is empty, as in a proposed ladder; a default does not count.
+    if sweep.tokens and sweep.tokens_per_param and "tokens_per_param" in sweep.model_fields_set:
+        other = f"tokens_per_param={list(sweep.tokens_per_param)}"
+        yield tokens, f"{other} also sets the lengths of the runs; remove one of them"
+    if sweep.tokens and sweep.kind == "isoflop":
+        reason = "the budgets of an isoFLOP grid set the lengths of its runs"
+        yield tokens, f"{reason}; remove it, or set kind = 'ladder'"
+    if sweep.budgets and sweep.kind == "ladder":
+        remedy = "remove it, or set kind = 'isoflop'"
+        yield f"budgets={list(sweep.budgets)}", f"a ladder has sizes and lengths; {remedy}"
+    if len(set(sweep.sizes)) < len(sweep.sizes):
+        yield f"sizes={list(sweep.sizes)}", "a size occurs twice; remove one"
     seen: set[str] = set()
     for text in sweep.set:
         for name, _ in dotted(parse_set(text)):  # one text may set a whole table
             key = name.strip()
             if key in OWN_KEYS:
-                problem = f"a sweep sets {key} of every run itself; use {OWN_KEYS[key]}"
-                raise ConfigError(f"set={text} in {path}: {problem}")
+                yield f"set={text}", f"a sweep sets {key} of every run itself; use {OWN_KEYS[key]}"
             if key == "init" or key.startswith("lora."):
-                problem = "runs of a sweep start from random weights; remove it"
-                raise ConfigError(f"set={text} in {path}: {problem}")
+                yield f"set={text}", "runs of a sweep start from random weights; remove it"
             if key in seen:
-                raise ConfigError(f"set={text} in {path}: {key} is set twice; remove one of them")
+                yield f"set={text}", f"{key} is set twice; remove one of them"
             seen.add(key)
 
 
@@ -187,7 +181,7 @@ def configs_of(sweep: Sweep) -> dict[str, RunSpec]:
 def _configs(
     sizes: tuple[str, ...], arch: str, data: str | None, cluster: str | None, sets: tuple[str, ...]
 ) -> dict[str, RunSpec]:
-    # The vocabulary is that of the data, as in `launch pretrain`.
+    # The data determines the vocabulary, as in `launch pretrain`.
     pieces = Corpus.open(Path(data)).manifest.tokenizer.vocab if data else None
     return {
         name: load(size=name, arch=arch, cluster=cluster, sets=sets, pieces=pieces)
@@ -207,8 +201,7 @@ def _ladder(sweep: Sweep, configs: dict[str, RunSpec], mfu: float | None) -> lis
         if sweep.tokens:
             lengths = [(count(tokens), tokens) for tokens in sweep.tokens]
         for label, tokens in lengths:
-            run = _planned(sweep, config, f"{name}-{label}", tokens, mfu)
-            runs.append(run)
+            runs.append(_planned(sweep, config, f"{name}-{label}", tokens, mfu))
     return runs
 
 
@@ -287,12 +280,12 @@ def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float
     train = run.train
     D = float(train.steps * train.batch_tokens)
     if train.batch_tokens > 2 * tokens:
-        more = "a larger budget"
+        remedy = "a larger budget"
         if sweep.kind == "ladder":
-            more = "more tokens (tokens_per_param counts per parameter)"
+            remedy = "more tokens (tokens_per_param counts per parameter)"
         raise ConfigError(
             f"{name} has {count(tokens)} tokens, and one step of {run.model.size} has "
-            f"{count(train.batch_tokens)}; give {more}, or a smaller train.batch_tokens in `set`"
+            f"{count(train.batch_tokens)}; give {remedy}, or a smaller train.batch_tokens in `set`"
         )
     C = D * training_flops(run).model
     layout = Layout(sweep.nproc, 1, micro_batch=train.micro_batch, recompute=train.recompute)
@@ -375,10 +368,10 @@ def within(
 def _no_grid(asked: str, refused: list[ConfigError]) -> ConfigError:
     """Explain why every grid within the limits was refused; `refused` begins with the largest."""
     for error in refused:
-        if not isinstance(error, SizesError):  # no limit would avoid it
+        if not isinstance(error, SizesError):  # another limit would not help
             return error
     sides = {error.side for error in refused if isinstance(error, SizesError)}
-    # The budget that is nearest to the sizes says what to change.
+    # The reason for the budget that is nearest to the sizes names the best remedy.
     reason = str(refused[-1] if sides == {"above"} else refused[0])
     if len(sides) == 2:
         reason = "large ones have too few sizes above N*, small ones below; add sizes or raise wide"

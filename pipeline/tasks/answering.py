@@ -96,16 +96,16 @@ def open_model(run: Path, processes: int) -> Iterator[Reader]:
         yield Model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return
     context = get_context("spawn")  # CUDA does not survive a fork
-    taken = context.Value("i", 0)
+    next_number = context.Value("i", 0)
     threads = max(1, (os.cpu_count() or 1) // processes)
     workers = ProcessPoolExecutor(
-        processes, context, initializer=_prepare, initargs=(run, taken, threads)
+        processes, context, initializer=_prepare, initargs=(run, next_number, threads)
     )
     with workers:
         try:
             yield Pool(workers, processes, run_config(run).model.longest)
         except KeyboardInterrupt:
-            for process in active_children():  # do not wait for what they import or compute
+            for process in active_children():  # do not wait until they have finished their work
                 process.kill()
             raise
 
@@ -113,14 +113,14 @@ def open_model(run: Path, processes: int) -> Iterator[Reader]:
 _model: Callable[[], Model]  # returns the model of a worker process
 
 
-def _prepare(run: Path, taken: Any, threads: int) -> None:
+def _prepare(run: Path, next_number: Any, threads: int) -> None:
     """Choose the device. The model is loaded with the first work, which can return an error."""
     global _model
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of each process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    with taken.get_lock():
-        number = taken.value
-        taken.value += 1
+    with next_number.get_lock():
+        number = next_number.value
+        next_number.value += 1
     torch.set_num_threads(threads)
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", number % gpus) if gpus else torch.device("cpu")

@@ -85,7 +85,7 @@ class InContext:
 
     def _loss(self, engine: Engine, token: int) -> float:
         """Return the mean held-out loss at one token of the context, over the rows of all ranks."""
-        # Sum and number of the losses, on the device, so that nothing waits before the end.
+        # Sum and number of the losses. They stay on the device, so that the host need not wait.
         total = torch.zeros(2, dtype=torch.double, device=self._world.device)
         for micro in self._held_out():
             one = only(micro, token)

@@ -42,7 +42,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, answer: str) -> Pair:
     replaced by the end of a document, which precedes every document in training."""
     stripped = context.rstrip()
     whole = tuple(tokenizer.encode(context + answer).tolist())
-    # The last token is always scored, also if it begins in the context.
+    # The last token is always scored, even if its text begins in the context.
     start = min(len(tokenizer.encode(stripped)), len(whole) - 1)
     return Pair(whole[:start] or (tokenizer.eod,), whole[start:])
 
@@ -90,12 +90,12 @@ def make_batches(
         for row, key in enumerate(chosen):
             # The last token of an answer is predicted but not read. A causal model never attends
             # to padding on the right.
-            whole = windows[key].context + windows[key].answer
-            tokens_BS[row, : len(whole) - 1] = torch.tensor(whole[:-1])
-            answer = len(windows[key].answer)
-            rows_T += [row] * answer
-            places_T += range(len(whole) - 1 - answer, len(whole) - 1)
-            targets_T += whole[len(whole) - answer :]
+            context, answer = windows[key]
+            read = (context + answer)[:-1]
+            tokens_BS[row, : len(read)] = torch.tensor(read)
+            rows_T += [row] * len(answer)
+            places_T += range(len(read) - len(answer), len(read))
+            targets_T += answer
         inputs = {"tokens_BS": tokens_BS}
         if whole_contexts:
             inputs["prefix_B"] = torch.tensor([len(windows[key].context) for key in chosen])

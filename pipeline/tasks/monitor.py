@@ -30,7 +30,7 @@ class Monitor:
         self._world = world
         self._eval = config.eval
         self._began_s = time.perf_counter()
-        self._took_s: list[float] = []  # of each evaluation
+        self._took_s: list[float] = []  # duration of each evaluation
         self._complained = False
         self._compiled = config.train.compile
         self._tasks: list[Task] = []

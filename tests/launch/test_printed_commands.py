@@ -104,7 +104,7 @@ def commands(command: Any) -> Iterator[Any]:
 
 
 def test_commands_in_help(app) -> None:
-    lines = LINE.findall("\n".join(command.epilog or "" for command in commands(app)))
+    lines = LINE.findall("\n".join(command.help or "" for command in commands(app)))
     assert len(lines) > 25
     assert [wrong for line in lines if (wrong := complain(parse, app, line))] == []
 

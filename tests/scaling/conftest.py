@@ -38,8 +38,8 @@ def public() -> Path:
 def launch():
     """Run a command, whose arguments may hold several words; raise a user's error as it is."""
     app = typer.Typer()
-    law.register(app)
-    forecast.register(app)
+    app.add_typer(law.app)
+    app.add_typer(forecast.app)
     app.add_typer(sweep.app, name="sweep")
 
     def call(*arguments: object) -> str:

@@ -1,7 +1,7 @@
 // Load the data, from the file itself or from a server that is polled for changes, and draw.
 (() => {
   "use strict";
-  const { $, el, fill, setText, clock } = iso;
+  const { $, el, fill, fillSelect, setText, clock } = iso;
   const POLL_MS = 2000;
   const embedded = $("data") && JSON.parse($("data").textContent);
   let known = { boot: "", revision: 0, laws: -1 };
@@ -22,15 +22,8 @@
   };
 
   function drawGroups() {
-    const select = $("group");
-    const groups = iso.laws.map((law) => law.group).join();
-    if (select.dataset.groups !== groups) {
-      select.dataset.groups = groups;
-      const option = (law) =>
-        el("option", { value: law.group, textContent: `${law.label} (${law.runs} runs)` });
-      fill(select, ...iso.laws.map(option));
-      if (iso.laws.some((law) => law.group === iso.group)) select.value = iso.group;
-    }
+    const pairs = iso.laws.map((law) => [law.group, `${law.label} (${law.runs} runs)`]);
+    fillSelect($("group"), pairs, iso.group);
     $("group-label").hidden = iso.laws.length < 2;
   }
 
@@ -39,7 +32,7 @@
     return [...new Set(rows.map((row) => row.size))];
   }
 
-  // Merge an answer of api/runs, and of api/laws if the laws have changed.
+  // Apply an answer of api/runs, and of api/laws if the laws have changed.
   function update(news, laws) {
     iso.head = news;
     for (const run of news.runs) iso.runs.set(run.row.id, run);

@@ -3,8 +3,8 @@
 (() => {
   "use strict";
   const {
-    $, el, fill, escapeHtml, short, power, fixed, tile, sizeColor, fade, theme, dark, plot, lossAxis,
-    padded,
+    $, el, fill, escapeHtml, short, power, fixed, tile, sizeColor, fade, theme, plot, lossAxis,
+    logAxis, band, padded,
   } = iso;
   const AXES = {
     flops: { title: "training compute (FLOPs)", unit: "FLOPs" },
@@ -76,43 +76,23 @@
     return { x, y, customdata };
   }
 
-  // The best held-out loss of any run up to each point of the axis.
-  function frontier(members, axis) {
-    const points = members.flatMap(({ row, curves: { held_out } }) =>
-      held_out.loss.map((loss, i) => [held_out[axis][i], loss * unitFactor(row)]));
-    const sorted = points.filter(([x, loss]) => x > 0 && loss).sort((a, b) => a[0] - b[0]);
-    let best = Infinity;
-    return sorted.filter(([, loss]) => {
-      const better = loss < best;
-      if (better) best = loss;
-      return better;
-    });
-  }
-
   // The law for each compute, with its interval.
   function lawTraces(fit) {
     const { line } = fit;
     if (!line) return [];
-    const color = theme("--law");
     const factor = unitFactor();
     const scale = (values) => values.map((value) => (value == null ? null : value * factor));
-    const traces = [];
-    if (line.high[0] != null) {
-      const edge = { x: line.C, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: "interval" };
-      const fillcolor = color + (dark.matches ? "26" : "1a");
-      traces.push({ ...edge, y: scale(line.low) });
-      traces.push({ ...edge, y: scale(line.high), fill: "tonexty", fillcolor });
-    }
-    traces.push({
+    const law = {
       x: line.C,
       y: scale(line.loss),
       mode: "lines",
       name: "law",
       text: line.C.map((C) => power(C)),
-      line: { color, width: 2.5, dash: "dash" },
+      line: { color: theme("--law"), width: 2.5, dash: "dash" },
       hovertemplate: `${lawWords(fit)} at %{text} FLOPs: <b>%{y:.4f}</b><extra></extra>`,
-    });
-    return traces;
+    };
+    const hasInterval = line.high[0] != null;
+    return [...(hasInterval ? band(line.C, scale(line.low), scale(line.high)) : []), law];
   }
 
   function lawWords(fit) {
@@ -149,7 +129,6 @@
         ...joined(trained, "train", axis, crowd ? keep ** 8 : keep),
         mode: "lines",
         name: "train",
-        connectgaps: false,
         line: { color: fade(color, crowd ? 0.2 : 0.4), width: crowd ? 1 : 1.3 },
         hovertemplate: hover("training loss"),
       });
@@ -157,7 +136,6 @@
         ...joined(runs, "held_out", axis, 0),
         mode: crowd ? "lines" : "lines+markers",
         name: "held-out",
-        connectgaps: false,
         line: { color, width: crowd ? 1.4 : 2 },
         marker: { size: 5, color },
         hovertemplate: hover("held-out loss"),
@@ -166,8 +144,15 @@
     return traces;
   }
 
+  // The best held-out loss of any run up to each point of the axis.
   function frontierTraces(members, axis) {
-    const best = frontier(members, axis);
+    const points = members.flatMap(({ row, curves: { held_out } }) =>
+      held_out.loss.map((loss, i) => [held_out[axis][i], loss * unitFactor(row)]));
+    const sorted = points.filter(([x, loss]) => x > 0 && loss).sort((a, b) => a[0] - b[0]);
+    const best = [];
+    for (const point of sorted) {
+      if (!best.length || point[1] < best.at(-1)[1]) best.push(point);
+    }
     if (best.length < 2) return [];
     return [{
       x: best.map((point) => point[0]),
@@ -242,8 +227,8 @@
     ];
   }
 
-  // The range of both axes: what was learned, without the fall of the first steps from
-  // ln(vocabulary) and without the far end of the law's interval.
+  // The range of both axes. It leaves out the first steps, in which the loss falls steeply from
+  // ln(vocabulary), and the far end of the law's interval.
   function frame(traces) {
     const xs = [];
     const ys = [];
@@ -256,7 +241,7 @@
       }
       const from = FROM[trace.name];
       if (from == null) continue;
-      let end = 0; // of the run that point i belongs to
+      let end = 0; // last x of the run that point i belongs to
       for (let i = trace.x.length - 1; i >= 0; i--) {
         const [x, y] = [trace.x[i], trace.y[i]];
         if (trace.x[i + 1] == null) end = x;
@@ -276,7 +261,7 @@
     const range = frame(traces);
     plot("chart", traces, {
       key: axis + unit,
-      xaxis: { type: "log", title: { text: AXES[axis].title }, range: range.x, dtick: 1 },
+      xaxis: { ...logAxis(AXES[axis].title), range: range.x },
       yaxis: lossAxis(range.y, unit === "nats" ? "loss (nats per token)" : "bits per byte"),
     });
   }
@@ -285,7 +270,7 @@
 
   function chip(size) {
     const toggle = () => {
-      iso.hidden.has(size) ? iso.hidden.delete(size) : iso.hidden.add(size);
+      if (!iso.hidden.delete(size)) iso.hidden.add(size);
       drawLegend();
       drawChart();
     };

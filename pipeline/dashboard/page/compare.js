@@ -3,7 +3,7 @@
   "use strict";
   const {
     $, el, setText, escapeHtml, power, fixed, signed, number, paletteColor, table, plot, lossAxis,
-    padded, theme,
+    logAxis, verticalLine, padded, theme,
   } = iso;
   const MAX_SIDES = 12;
   const DASHES = ["solid", "dash", "dot", "dashdot"];
@@ -50,16 +50,13 @@
   function sides() {
     const kind = $("sides").value;
     const runs = [...iso.runs.values()];
-    let found;
     if (kind === "runs") {
       const selected = runs.filter((run) => iso.selected.has(run.row.id));
-      found = selected.map((run) => ({ name: run.row.name, ...curve(run) }));
-    } else {
-      const names = kind === "size" ? iso.sizes : [...new Set(runs.map((run) => run.row.arch))];
-      const members = (name) => runs.filter((run) => run.row[kind] === name);
-      found = names.map((name) => ({ name, ...envelope(members(name)) }));
+      return selected.map((run) => ({ name: run.row.name, ...curve(run) }));
     }
-    return found;
+    const names = kind === "size" ? iso.sizes : [...new Set(runs.map((run) => run.row.arch))];
+    const members = (name) => runs.filter((run) => run.row[kind] === name);
+    return names.map((name) => ({ name, ...envelope(members(name)) }));
   }
 
   // One sentence about the sides that were not evaluated often enough.
@@ -80,13 +77,12 @@
       text: side.C.map((c) => power(c)),
       hovertemplate: `<b>${escapeHtml(side.name)}</b><br>%{text} FLOPs: %{y:.4f}<extra></extra>`,
     }));
-    const line = { color: theme("--quiet"), width: 1, dash: "dot" };
-    const cursor = { type: "line", yref: "paper", y0: 0, y1: 1, x0: C, x1: C, line };
+    const cursor = verticalLine(C, { color: theme("--quiet"), width: 1, dash: "dot" });
     // Without the first eighth of each curve, where the loss falls steeply.
     const losses = found.flatMap((side) => side.loss.slice(Math.floor(side.loss.length / 8)));
     plot("compare-chart", traces, {
       key: found.map((side) => side.name).join(),
-      xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 },
+      xaxis: logAxis("training compute (FLOPs)"),
       yaxis: lossAxis(padded(losses, 0.05), "held-out loss (nats per token)"),
       shapes: C ? [cursor] : [],
     });
@@ -96,9 +92,12 @@
     const at = (side) => C && interpolate(C, side.C, side.loss);
     const base = found.find(at) ?? found[0];
     const baseLoss = at(base);
-    // The base's best loss so far falls with compute, so 1/loss can be searched like an x axis.
+    // The best loss so far falls with compute, so `interpolate` can use 1/loss as an x axis.
     let best = Infinity;
-    const inverse = base.loss.map((loss) => 1 / (best = Math.min(best, loss)));
+    const inverse = base.loss.map((loss) => {
+      best = Math.min(best, loss);
+      return 1 / best;
+    });
     const row = (side, i) => {
       const loss = at(side);
       const needed = loss && interpolate(1 / loss, inverse, base.C);

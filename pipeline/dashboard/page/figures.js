@@ -26,7 +26,17 @@ const iso = {
     return node;
   };
 
-  // Leave the node alone if nothing changes, so that screen readers stay quiet.
+  // Fill a <select> with [value, label] pairs and choose one; return whether the pairs have changed.
+  const fillSelect = (select, pairs, chosen = select.value) => {
+    const key = JSON.stringify(pairs);
+    if (select.dataset.pairs === key) return false; // do not close an open list
+    select.dataset.pairs = key;
+    fill(select, ...pairs.map(([value, label]) => el("option", { value, textContent: label })));
+    if (pairs.some(([value]) => value === chosen)) select.value = chosen;
+    return true;
+  };
+
+  // Do not replace an equal text, because a screen reader would read it again.
   const setText = (node, text) => {
     if (node.textContent !== text) node.textContent = text;
   };
@@ -175,7 +185,6 @@ const iso = {
       zeroline: false,
       linecolor: theme("--line"),
       exponentformat: "power",
-      automargin: false,
       fixedrange: phone,
     };
     const minor = { ticks: "outside", ticklen: 3, tickcolor: theme("--line"), dtick: "D1" };
@@ -231,6 +240,18 @@ const iso = {
 
   const lossAxis = (range, title) => ({ type: "log", title: { text: title }, range, nticks: 9 });
 
+  const logAxis = (title) => ({ type: "log", title: { text: title }, dtick: 1 });
+
+  // An interval as two traces: the space between them is filled.
+  const band = (x, low, high) => {
+    const edge = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: "interval" };
+    const fillcolor = theme("--law") + (dark.matches ? "26" : "1a");
+    return [{ ...edge, y: low }, { ...edge, y: high, fill: "tonexty", fillcolor }];
+  };
+
+  const verticalLine = (x, line) =>
+    ({ type: "line", yref: "paper", y0: 0, y1: 1, x0: x, x1: x, line });
+
   // The range of a log axis around the values, with a margin on both sides.
   const padded = (values, share) => {
     let low = Infinity;
@@ -247,8 +268,8 @@ const iso = {
   };
 
   Object.assign(iso, {
-    $, el, fill, setText, escapeHtml, short, power, fixed, percent, signed, duration, number, clock,
-    typeset, tile, table, dark, theme, viridis, rankColor, sizeColor, paletteColor, fade, plot,
-    forget, lossAxis, padded,
+    $, el, fill, fillSelect, setText, escapeHtml, short, power, fixed, percent, signed, duration,
+    number, clock, typeset, tile, table, dark, theme, viridis, rankColor, sizeColor, paletteColor,
+    fade, plot, forget, lossAxis, logAxis, band, verticalLine, padded,
   });
 })();

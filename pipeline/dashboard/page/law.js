@@ -3,11 +3,11 @@
 (() => {
   "use strict";
   const {
-    $, el, fill, setText, escapeHtml, short, power, fixed, number, duration, typeset, tile, table,
-    rankColor, fade, theme, dark, plot, lossAxis, padded,
+    $, el, fill, fillSelect, setText, escapeHtml, short, power, fixed, number, duration, typeset, tile,
+    table, rankColor, fade, theme, dark, plot, lossAxis, logAxis, band, padded,
   } = iso;
   const GREEK = { alpha: "α", beta: "β", gamma: "γ", alpha_N: "α of N", alpha_D: "α of D" };
-  const COMPUTE_AXIS = { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 };
+  const COMPUTE = "training compute (FLOPs)";
   const MAX_DROPPED = 12;
 
   // ── IsoFLOP ────────────────────────────────────────────────────────────────────────────────────
@@ -51,7 +51,7 @@
     }
     const losses = budgets.flatMap((budget) => budget.loss);
     plot("valleys", traces, {
-      xaxis: { type: "log", title: { text: "parameters N" }, dtick: 1 },
+      xaxis: logAxis("parameters N"),
       yaxis: lossAxis(padded(losses, 0.06), "loss (nats per token)"),
     });
   }
@@ -87,8 +87,7 @@
       ...pair("N", dark.matches ? "#56b4e9" : "#0072b2"),
       ...pair("D", dark.matches ? "#e69f00" : "#b25000"),
     ];
-    const yaxis = { type: "log", title: { text: "best N and D" }, dtick: 1 };
-    plot("path", traces, { xaxis: COMPUTE_AXIS, yaxis });
+    plot("path", traces, { xaxis: logAxis(COMPUTE), yaxis: logAxis("best N and D") });
   }
 
   function drawMinima(budgets) {
@@ -96,18 +95,15 @@
       "Budget (FLOPs)", "Runs", "N* measured", "D* measured", "Loss there", "N* of the law",
       "D* of the law",
     ];
-    const rows = budgets.map((budget) => {
-      const measured = budget.minimum?.N ? budget.minimum : null;
-      return [
-        power(budget.budget),
-        budget.run.length,
-        measured ? short(measured.N) : budget.minimum, // otherwise the reason
-        measured ? short(measured.D) : "–",
-        measured ? fixed(measured.loss, 4) : "–",
-        budget.law ? short(budget.law.N) : "–",
-        budget.law ? short(budget.law.D) : "–",
-      ];
-    });
+    const rows = budgets.map(({ budget, run, minimum, law }) => [
+      power(budget),
+      run.length,
+      minimum?.N ? short(minimum.N) : minimum, // a text says why there is no minimum
+      short(minimum?.D),
+      fixed(minimum?.loss, 4),
+      short(law?.N),
+      short(law?.D),
+    ]);
     table($("minima"), heads, rows);
   }
 
@@ -162,7 +158,7 @@
       hovertemplate: "<b>%{text}</b><br>%{y:+.2f}% from the law<extra></extra>",
     };
     plot("residuals", [trace], {
-      xaxis: { type: "log", title: { text: "FLOPs" }, dtick: 1 },
+      xaxis: logAxis("FLOPs"),
       yaxis: { title: { text: "% of loss" } },
       shapes: [zeroLine()],
     });
@@ -208,7 +204,7 @@
     };
     plot("profile", [trace], {
       xaxis: { title: { text: "E fixed at" } },
-      yaxis: { type: "log", title: { text: "objective" }, dtick: 1 },
+      yaxis: logAxis("objective"),
       shapes: [interval],
     });
   }
@@ -253,12 +249,8 @@
   const setPrice = () => { $("price").value = cluster()?.usd_per_gpu_hour ?? ""; };
 
   function fillClusters() {
-    const names = iso.head.clusters.map((each) => each.name);
-    const shown = [...$("cluster").options].map((option) => option.value);
-    if (shown.join() === names.join()) return;
-    fill($("cluster"), ...names.map((name) => el("option", { textContent: name, value: name })));
-    $("cluster").value = names.includes("h100") ? "h100" : names[0];
-    setPrice();
+    const pairs = iso.head.clusters.map(({ name }) => [name, name]);
+    if (fillSelect($("cluster"), pairs, "h100")) setPrice();
   }
 
   function drawForecast() {
@@ -345,7 +337,7 @@
   }
 
   function forecastCommand(fit, stop, chosen, gpus) {
-    // Groups that share their options cannot be told apart on the command line.
+    // The command line cannot distinguish groups with the same options.
     const ambiguous = iso.laws.some((law) => law !== fit && law.options === fit.options);
     const target = stop.share === 1
       ? `--flops ${stop.C.toPrecision(6)}`
@@ -354,19 +346,15 @@
     return `launch forecast ${source} ${target} --cluster ${chosen.name} --gpus ${gpus}`;
   }
 
-  // Loss against size at the chosen compute, or against compute if the law knows no sizes.
+  // Loss against size at the chosen compute, or against compute if the law does not depend on N.
   function drawForecastChart(grid, stop) {
     const color = theme("--law");
     const bySize = Boolean(grid.sizes);
     const xs = bySize ? grid.sizes.map((size) => size * grid.N[stop.i]) : grid.C;
     const first = bySize ? stop.i * grid.sizes.length : 0;
     const part = (list) => list.slice(first, first + xs.length);
-    const edge = { x: xs, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
-    const fillcolor = color + (dark.matches ? "26" : "1a");
-    const hasBand = grid.high[stop.index] != null;
-    const band = hasBand
-      ? [{ ...edge, y: part(grid.low) }, { ...edge, y: part(grid.high), fill: "tonexty", fillcolor }]
-      : [];
+    const hasInterval = grid.high[stop.index] != null;
+    const interval = hasInterval ? band(xs, part(grid.low), part(grid.high)) : [];
     const line = {
       x: xs,
       y: part(grid.loss),
@@ -384,11 +372,11 @@
     };
     const bounds = [...part(grid.low), ...part(grid.high)];
     const near = bounds.filter((value) => value < 3 * grid.loss[stop.index]);
-    const title = bySize ? "parameters N at this compute" : COMPUTE_AXIS.title.text;
-    plot("forecast-chart", [...band, line, marker], {
+    const shown = hasInterval && bySize ? near : part(grid.loss);
+    plot("forecast-chart", [...interval, line, marker], {
       key: String(stop.i),
-      xaxis: { type: "log", title: { text: title }, dtick: 1 },
-      yaxis: lossAxis(padded(hasBand && bySize ? near : part(grid.loss), 0.04), "loss (nats per token)"),
+      xaxis: logAxis(bySize ? "parameters N at this compute" : COMPUTE),
+      yaxis: lossAxis(padded(shown, 0.04), "loss (nats per token)"),
     });
   }
 

@@ -2,8 +2,8 @@
 (() => {
   "use strict";
   const {
-    $, el, fill, setText, escapeHtml, short, power, fixed, percent, duration, number, tile,
-    sizeColor, theme, plot, forget, lossAxis, padded,
+    $, el, fill, fillSelect, setText, escapeHtml, short, power, fixed, percent, duration, number,
+    tile, sizeColor, theme, plot, forget, lossAxis, verticalLine, padded,
   } = iso;
 
   // ── the table ──────────────────────────────────────────────────────────────────────────────────
@@ -41,7 +41,8 @@
 
   function newRow(row) {
     const select = () => {
-      box.checked ? iso.selected.add(row.id) : iso.selected.delete(row.id);
+      if (box.checked) iso.selected.add(row.id);
+      else iso.selected.delete(row.id);
       iso.sidesChosen = true;
       $("sides").value = "runs";
       iso.drawCompare();
@@ -190,7 +191,7 @@
     if (openRun !== id) return;
     const isNew = $("run").dataset.id !== id;
     $("run").dataset.id = page ? id : "";
-    // What is below the title is of the run that was shown before.
+    // Hide the charts of the run that was shown before.
     $("run").classList.toggle("missing", !page);
     if (!page) {
       setText($("run-title"), "This run does not exist, or cannot be read now");
@@ -275,10 +276,8 @@
   function drawCharts(page) {
     const { row, steps, evals, events } = page;
     const color = sizeColor(row.size);
-    const marks = events.map((event) => ({
-      type: "line", yref: "paper", y0: 0, y1: 1, x0: event.step, x1: event.step,
-      line: { color: eventColor(event), width: 1.2, dash: "dot" },
-    }));
+    const marks = events.map((event) =>
+      verticalLine(event.step, { color: eventColor(event), width: 1.2, dash: "dot" }));
     for (const [, key, axis, factor] of CHARTS) {
       const node = $(`run-${key}`);
       if (!node) continue;
@@ -315,11 +314,9 @@
     if (!moe) return;
     const layers = moe.load[0].length;
     const select = $("layer");
-    if (isNew || select.options.length !== layers + 1) {
-      const all = el("option", { value: "", textContent: "all: busiest expert of each" });
-      const each = Array.from({ length: layers }, (_, i) => el("option", { value: i, textContent: i }));
-      fill(select, all, ...each);
-    }
+    const numbers = Array.from({ length: layers }, (_, i) => [String(i), String(i)]);
+    fillSelect(select, [["", "all: busiest expert of each"], ...numbers]);
+    if (isNew) select.value = "";
     const draw = () => {
       const all = select.value === "";
       const layer = all ? 0 : +select.value;
@@ -368,14 +365,10 @@
   function drawOthers(page, isNew) {
     const select = $("other");
     const ids = [...iso.runs.keys()].filter((id) => id !== page.id);
-    if (isNew || select.options.length !== ids.length + 1) {
-      const before = select.value;
-      const first = el("option", { value: "", textContent: ids.length ? "choose …" : "no other run" });
-      const option = (id) => el("option", { value: id, textContent: iso.runs.get(id).row.name });
-      fill(select, first, ...ids.map(option));
-      select.value = isNew ? "" : before;
-    }
+    const pairs = ids.map((id) => [id, iso.runs.get(id).row.name]);
+    fillSelect(select, [["", ids.length ? "choose …" : "no other run"], ...pairs]);
     if (isNew) {
+      select.value = "";
       setText($("agreement"), "Every step records a hash of its token ids. " +
         "Two runs with the same data agree at every step they have in common.");
     }

@@ -2,7 +2,7 @@
 // line per run, colored by its size, with a larger marker at its end.
 (() => {
   "use strict";
-  const { $, el, fill, escapeHtml, sizeColor, power, short, plot, theme } = iso;
+  const { $, fillSelect, escapeHtml, sizeColor, power, short, plot, theme } = iso;
   const IN_CONTEXT = "in_context/";
 
   const members = () => [...iso.runs.values()].filter(({ row }) => !iso.hidden.has(row.size));
@@ -29,7 +29,7 @@
         },
         hovertemplate: `<b>${escapeHtml(row.name)}</b><br>%{y:.4~g}<br>%{customdata}<extra></extra>`,
       }));
-    // The runs are drawn over the forecasts, which hide nothing that was measured.
+    // Runs are drawn after forecasts, so that a forecast hides no measured score.
     plot(id, [...more, ...traces], {
       key,
       xaxis: { type: "log", title: { text: AXES[axis].title }, nticks: 6 },
@@ -50,11 +50,7 @@
     const names = scores.filter((key) => !key.startsWith(IN_CONTEXT));
     $("tasks").hidden = !names.length;
     if (names.length) {
-      const select = $("task");
-      const before = select.value;
-      const option = (key) => el("option", { value: key, textContent: key.replace("/", ": ") });
-      fill(select, ...names.map(option));
-      if (names.includes(before)) select.value = before;
+      fillSelect($("task"), names.map((key) => [key, key.replace("/", ": ")]));
       drawTask();
     }
     $("in-context").hidden = names.length === scores.length;
