@@ -174,7 +174,7 @@ def test_text_of_a_run_that_learned_labels_alone_has_a_warning(runs: Path, capsy
     for task, warned in {"lora": True, "classes": False, "answers": False}.items():
         run = runs / task / "one"
         warn_of_labels(run, run_config(run))
-        assert ('objective.kind="labels"' in capsys.readouterr().err) == warned
+        assert ("labels only" in capsys.readouterr().err) == warned
 
 
 def test_runs_that_cannot_serve_are_refused_before_anything_is_written(
