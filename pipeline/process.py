@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import io
 import os
 import queue
@@ -38,6 +39,17 @@ def one_node(rank: int, size: int, store: Path | None = None) -> dict[str, str]:
     """
     env = loopback() | rank_variables(rank, rank, size, size)
     return env if store is None else {**env, STORE: str(store)}
+
+
+def share(directory: Path) -> int:
+    """Return a descriptor of a directory, which is in use as long as some process has one.
+
+    The kernel closes it when the process dies, however it dies. Children do not inherit it.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_SH)
+    return handle
 
 
 def rank_variables(rank: int, local: int, size: int, local_size: int) -> dict[str, str]:

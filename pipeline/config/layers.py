@@ -53,6 +53,7 @@ def load(
 
     If the data is known, its tokenizer has `pieces` ids, and the vocabulary is these plus the
     special ids of the objective."""
+    sets = tuple(sets)
     shape: Table = {"model": model}  # the model of --init
     if model is None:
         assert size is not None
@@ -73,7 +74,26 @@ def load(
     table = merge(table, taught)
     if isinstance(table["model"], Mapping):
         table = merge(table, _lengths(table["model"], objective))
-    return validate(RunSpec, table)
+    spec = validate(RunSpec, table)
+    _refuse_idle(spec, sets)
+    return spec
+
+
+def _refuse_idle(spec: RunSpec, sets: Iterable[str]) -> None:
+    """Refuse a `--set` that changes nothing because another setting is missing."""
+    model = spec.model
+    needs = {
+        "model.segments": ('model.stack="encoder"', model.stack == "encoder"),
+        "model.mtp_weight": ("model.mtp", model.mtp),
+        "model.replaced_weight": ("model.generator", model.generator),
+        "model.mup_base": ('model.parametrization="mup"', model.mup),
+        "model.position.window_theta": ("model.attention.window", model.attention.window),
+        "eval.questions": ("eval.tasks", spec.eval.tasks),
+    }
+    for key, value in (item for given in map(parse_set, sets) for item in dotted(given)):
+        for start, (other, there) in needs.items():
+            if value and not there and f"{key}.".startswith(f"{start}."):
+                raise ConfigError(f"{key}={value} has no effect without {other}; remove it")
 
 
 class _Predicted(Frozen):

@@ -9,12 +9,13 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _INT64 = 2**63 - 1  # the largest number that every library below accepts
+_FP32 = 1e38  # the largest power of ten that torch turns into an fp32 number
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(gt=0, le=_INT64)]
 Count = Annotated[int, Field(ge=0, le=_INT64)]
-Rate = Annotated[float, Field(gt=0)]
-Weight = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, le=_FP32)]
+Weight = Annotated[float, Field(ge=0, le=_FP32)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # one line of text
 Dtype = Literal["fp32", "bf16"]

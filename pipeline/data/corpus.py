@@ -67,8 +67,8 @@ class Corpus:
             more = f" and the {special:,} special ids of the objective" if special else ""
             raise DataError(
                 f"model.vocab={config.model.vocab:,} is smaller than the {pieces:,} of the "
-                f"tokenizer in {self.path}{more}; set "
-                f"model.vocab={padded_vocab(pieces, config.objective)}, or leave it out"
+                f"tokenizer in {self.path}{more}; "
+                f"set model.vocab={padded_vocab(pieces, config.objective)}"
             )
         stops = config.objective.stops if isinstance(config.objective, Denoise) else ()
         if max(stops, default=0) >= pieces:

@@ -112,8 +112,8 @@ def new_directory(directory: Path, option: str) -> Iterator[Path]:
     try:
         with atomic.directory(directory) as temporary:
             yield temporary
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, SafetensorError) as error:  # the latter also on a full disk
+        reason = getattr(error, "strerror", None) or error
         raise RunError(f"{option} {directory} cannot be written: {reason}; give another") from None
 
 

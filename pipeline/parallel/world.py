@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from pipeline.errors import ConfigError
-from pipeline.process import STORE
+from pipeline.process import STORE, share
 
 T = TypeVar("T")
 # Limit for one collective. The first collective waits for the slowest node's imports.
@@ -113,6 +114,7 @@ def join(world: World, env: Mapping[str, str]) -> None:
     elif world.size == 1:
         store = HashStore()  # in memory: no port and no file
     elif STORE in env:
+        share(Path(env[STORE]).parent)  # until this rank ends, even if its launcher is killed
         store = FileStore(env[STORE], world.size)  # one node: nothing listens on a port
     else:
         store = _network_store(world, env["MASTER_ADDR"], int(env["MASTER_PORT"]))

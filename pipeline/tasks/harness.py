@@ -1,5 +1,6 @@
 """EleutherAI's lm-eval on our checkpoints, without an export. It is an optional extra."""
 
+import fnmatch
 import os
 import re
 import socket
@@ -38,7 +39,7 @@ def refuse_unknown(names: Sequence[str], folder: Path | None) -> None:
     spec = find_spec("lm_eval")
     if names and spec is None:
         raise ConfigError(f"--tasks {', '.join(names)}: {INSTALL}")
-    unknown = {name for name in names if not set(name) & set("*?[")}  # patterns are lm-eval's
+    unknown = set(names)
     own = _files(folder) if folder else ()
     for path in chain(own, _shipped()) if unknown else ():
         text = path.read_bytes()
@@ -66,15 +67,17 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _lists(text: bytes, name: str) -> bool:
-    """Whether a line has this name as a task, group or tag, or as an item of a list."""
-    word = os.fsencode(name)  # a shell passes any bytes
-    if word not in text:  # a fast test, because there are 14,000 files
+    """Whether a line has a task, group, tag or item of a list that this name or pattern matches."""
+    pattern = os.fsencode(name)  # a shell passes any bytes
+    start = re.split(rb"[*?[]", pattern)[0]
+    if start not in text:  # a fast test, because there are 14,000 files
         return False
     for line in text.splitlines():
-        if word in line:
+        if start in line:
             plain = line.partition(b"#")[0].translate(None, b" \t[]'\"")
             key, colon, value = plain.removeprefix(b"-").partition(b":")
-            if word in (value if colon else key).split(b",") and (not colon or key in _KEYS):
+            listed = not colon or key in _KEYS
+            if listed and fnmatch.filter((value if colon else key).split(b","), pattern):
                 return True
     return False
 

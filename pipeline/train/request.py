@@ -30,7 +30,7 @@ from pipeline.train.space import check_disk, check_offload
 # Settings with which the weights of --init were initialized and trained.
 _OF_THE_WEIGHTS = (
     *("tied", "parametrization", "scaled_embedding", "stack", "width"),
-    *("share_layers", "attention.heads"),
+    *("share_layers", "attention.heads", "vocab"),
 )
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either under WSL
@@ -295,13 +295,12 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     if spec.lora is not None and spec.init is None:
         text = f"lora.rank={spec.lora.rank} needs trained weights, because LoRA keeps them"
         raise ConfigError(f"{text}; give a run with --init, or remove it")
-    _check_corpus(corpus, spec)
     if before is not None and request.init is not None:
         _check_weights(spec.model, before.model, request.init)
         if spec.init is not None:  # None: `launch finetune --scratch`
             check_initial_weights(spec.model, start)
-    tasks = _task_files(spec)
-    return spec.model_copy(update={"eval": spec.eval.model_copy(update={"tasks": tasks})})
+    _check_corpus(corpus, spec)
+    return changed(spec, {"eval.tasks": _task_files(spec)})
 
 
 def _task_files(spec: RunSpec) -> tuple[str, ...]:
@@ -324,6 +323,8 @@ def _check_weights(own: Model, weights: Model, source: Path) -> None:
     # An encoder may start from a decoder, and a model from some of the layers (restore.py).
     if own.stack == "encoder" and weights.stack == "decoder":
         wrong.remove("stack")
+    if own.vocab > weights.vocab:  # further ids, such as a mask's, have new rows
+        wrong.remove("vocab")
     for key, depth in (("layers", "layers"), ("encoder_layers", "source_layers")):
         if getattr(own, depth) > getattr(weights, depth):
             wrong.append(key)
@@ -331,8 +332,7 @@ def _check_weights(own: Model, weights: Model, source: Path) -> None:
         wrong.append("seq")
     if wrong:
         key = wrong[0]
-        asked = json.dumps(read[key](own))
-        was = json.dumps(read[key](weights))
+        asked, was = (json.dumps(read[key](model)) for model in (own, weights))
         text = f"the weights of {source} were trained with {was}"
         raise ConfigError(f"model.{key}={asked}: {text}; remove this setting")
 

@@ -7,6 +7,7 @@ other fault.
 """
 
 import contextlib
+import fcntl
 import math
 import os
 import shutil
@@ -34,6 +35,7 @@ from pipeline.process import (
     loopback,
     one_node,
     python_module,
+    share,
 )
 from pipeline.runs.directory import HangError, RunDir, no_restart
 from pipeline.runs.log import Record
@@ -47,6 +49,8 @@ _LOOK_EVERY = 5  # ticks between two looks at the state of all ranks
 _STOPPING = b"stopping: a checkpoint is written first; a second signal ends it at once\n"
 _GRACE_S = 5.0  # time for the other ranks to report their own errors after one has failed
 _PRELOAD_AFTER_S = 15.0  # training time before the preloader starts; short runs do not need one
+_PRIVATE = "isoflop-ranks-"  # start of the name of a group's directory
+_YOUNG_S = 60.0  # its launcher may not hold its lock yet
 
 
 def start(
@@ -249,6 +253,18 @@ class Group:
         return self._run.path / "logs" / f"rank-{rank}.log"
 
 
+def remove_unused() -> None:
+    """Remove directories whose launcher was killed and whose ranks have ended too."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, handle)
+            found = os.fstat(handle)
+            if found.st_uid == os.getuid() and abs(time.time() - found.st_mtime) > _YOUNG_S:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if it is in use
+                shutil.rmtree(path, ignore_errors=True)
+
+
 class _Groups:
     """Start a group for each attempt: the first one as usual, later ones by the preloader."""
 
@@ -269,8 +285,10 @@ class _Groups:
         self._made = 0
         self._forked = False  # whether the last group was forked
         self._log_changed_ns = 0  # last change of the log before the group was made
+        remove_unused()
         # mkdtemp uses mode 0700: no other user can join the group or write to its store.
-        self._private = Path(tempfile.mkdtemp(prefix="isoflop-"))
+        self._private = Path(tempfile.mkdtemp(prefix=_PRIVATE))
+        self._in_use = share(self._private)
 
     def new(self, stop: StopRequest) -> Group:
         """Start a group of ranks, by forks if there was one before."""
@@ -302,6 +320,7 @@ class _Groups:
 
     def close(self) -> None:
         self._preloader.close()
+        os.close(self._in_use)
         shutil.rmtree(self._private, ignore_errors=True)
 
     def _log_time_ns(self) -> int:

@@ -5,10 +5,12 @@ or by a SLURM task. They set RANK, WORLD_SIZE and the address at which the ranks
 `--preload`, the process imports everything and then forks the ranks (preload.py).
 """
 
+import faulthandler
 import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from contextlib import closing
@@ -43,6 +45,8 @@ from pipeline.train.loop import Loop
 from pipeline.train.measure import Evaluator, loader
 from pipeline.train.preload import serve
 from pipeline.train.watchdog import Watchdog
+
+_LEAVE_S = 60.0  # limit for the destruction of the process group
 
 
 def run(
@@ -175,8 +179,18 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         RunDir(path).fail(error)
         return 1
+    code = 0 if finished else STOPPED
+    # All is saved, so a hang in the destruction of the process group must not keep the run open.
+    limit = threading.Timer(_LEAVE_S, _end, [code])
+    limit.daemon = True
+    limit.start()
     leave()
-    return 0 if finished else STOPPED
+    return code
+
+
+def _end(code: int) -> None:
+    faulthandler.dump_traceback()
+    os._exit(code)
 
 
 def _import_all(path: Path) -> None:

@@ -308,8 +308,9 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
     (tmp_path / "run.json").write_text("{}")  # a run that has just started
     assert "no checkpoint yet" in inside("generate", "--run", tmp_path, "--prompt", "a", code=2)
     (tmp_path / "base").write_text("doc_to_text: the a b\ntag:\n  - mine\n")  # others include it
-    refuse_unknown(["mine"], tmp_path)
-    for name in ("a b", "\udcff"):  # only mentioned; a byte of the shell that is not UTF-8
+    refuse_unknown(["mine", "m*e", "[lm]?ne"], tmp_path)
+    # The first is only mentioned, and the second is a byte of the shell that is not UTF-8.
+    for name in ("a b", "\udcff", "mi*zz", "[!m]ine"):
         with pytest.raises(ConfigError, match="neither a file nor a task"):
             refuse_unknown([name], tmp_path)
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)

@@ -305,6 +305,9 @@ def test_a_vocabulary_may_be_larger_than_that_of_the_data(runs: Path, corpus: Pa
     run = runs / "tied-base"
     found = json.loads(inside("evaluate", "--run", run, "--data", corpus, "--json"))
     assert found["loss"] == pytest.approx(losses(run, "eval")[-1], abs=1e-5)
+    less = ("--set", "model.vocab=512", "--out", runs / "refused")
+    error = inside("pretrain", "--init", run, "--data", corpus, *less, code=2)
+    assert "model.vocab=512: the weights of" in error and "640; remove this setting" in error
 
 
 def test_a_teacher_is_a_run_a_checkpoint_or_an_import(runs: Path) -> None:

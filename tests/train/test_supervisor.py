@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from pipeline.dashboard.source import Directories
 from pipeline.parallel.world import World, _network_store
-from pipeline.process import STORE, StopRequest
+from pipeline.process import STORE, StopRequest, share
 from pipeline.slurm.queue import statuses
 from pipeline.train import preload, supervisor
 from pipeline.train.request import Devices, Request, plan_run
@@ -260,6 +261,23 @@ def test_a_run_whose_processes_were_killed_is_not_shown_as_running(corpus, tmp_p
     assert [shown.read(key).row(key, time.time())["status"] for key in shown.scan()] == ["failed"]
     (out / "host").write_text("another")  # whose processes cannot be seen from here
     assert [status.state for status in statuses([out])] == ["RUNNING"]
+
+
+def test_directories_of_killed_launchers_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    unused, used, young, other = (tmp_path / f"isoflop-ranks-{n}" for n in ("a", "b", "c", "d"))
+    for path in (unused, used, young, tmp_path / "file"):
+        path.mkdir()
+        (path / "store-1").touch()
+    other.symlink_to(tmp_path / "file")
+    for path in (unused, used, tmp_path / "file"):
+        os.utime(path, (0, 0))
+    handle = share(used)  # as a rank does that still saves
+    supervisor.remove_unused()
+    assert {*tmp_path.iterdir()} == {used, young, other, tmp_path / "file"}
+    os.close(handle)
+    supervisor.remove_unused()
+    assert {*tmp_path.iterdir()} == {young, other, tmp_path / "file"}
 
 
 def test_every_child_starts_with_a_safe_path():
