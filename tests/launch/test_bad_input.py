@@ -56,7 +56,7 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
         ("--data DATA --zero 5", ["parallel.zero=5"]),
         ("--data DATA --arch moe --ep 4", ["parallel.ep=4", "2 ranks", "--ep 2"]),
         ("--data DATA --engine accelerate --zero 1", ["--zero 0"]),
-        ("--data DATA --flops 1e308", ["--flops"]),
+        ("--data DATA --flops 1e308", ["train.flops"]),
         ("--data DATA --out /proc/run", ["/proc/run"]),
         ("--data DATA --gpus-per-node 0", ["--gpus-per-node", "--slurm"]),
         ("--data DATA --recipe adamw --zero 3 --set parallel.offload.optimizer=nvme --set parallel.offload.path=nowhere",
