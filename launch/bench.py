@@ -289,7 +289,7 @@ def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, W
 def _try_smaller_batch(
     error: RuntimeError, config: "RunConfig", world: "World", environment: dict[str, str]
 ) -> NoReturn:
-    """Replace this process by the next trial of --auto-batch after it ran out of memory.
+    """After this process ran out of memory, replace it by the next trial of --auto-batch.
 
     Only a new process has the memory again, because DeepSpeed never releases an engine.
     """

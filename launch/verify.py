@@ -90,7 +90,7 @@ def verify(
     if REFERENCE not in known and not as_json:
         print("no referee column: Accelerate runs only plain fp32 DDP without offloading")
     outcomes: list[Outcome] = []
-    with tempfile.NamedTemporaryFile() as output:  # of the ranks
+    with tempfile.NamedTemporaryFile() as output:  # gets the output of the ranks
         try:
             for outcome in compare_layouts(config, layouts, nproc, Path(output.name)):
                 outcomes.append(outcome)

@@ -44,7 +44,8 @@ def one_node(rank: int, size: int, store: Path | None = None) -> dict[str, str]:
 def share(directory: Path) -> int:
     """Return a descriptor of a directory, which is in use as long as some process has one.
 
-    The kernel closes it when the process dies, however it dies. Children do not inherit it.
+    The kernel closes it when the process dies, however it dies. Programs that the process starts
+    do not inherit it; forked children do.
     """
     handle = os.open(directory, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system without locks

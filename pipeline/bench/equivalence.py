@@ -240,7 +240,8 @@ def compare_layouts(
         )
         done = False
         while not done:
-            # `join` raises the error of a failed rank. A rank blocks when the queue's pipe is full.
+            # `join` raises the error of a failed rank. Empty the queue in between, because a rank
+            # blocks when the queue's pipe is full.
             done = ranks.join(0.2)
             while not outcomes.empty():
                 yield outcomes.get()

@@ -1,8 +1,9 @@
 """The plain run that every layout is compared with: torch alone, in one process with every row.
 
-It has the same weights and batches as a layout, and torch's own optimizers and clipping. It shares
+It has the same weights and batches as a layout, and torch's own AdamW, Muon and clipping. It shares
 the model, AdamW's groups and the balancing of routers with the engines, but defines Muon's groups
-and the parts of fused projections a second time.
+and the parts of fused projections a second time. torch has no normalized or cautious Muon, so for
+these the plain run uses ours.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def step_count(config: RunConfig) -> int:
 
 
 def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
-    """Train with torch alone, in one process with every row."""
+    """Train in one process with every row, without an engine."""
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     model = build_model(
@@ -90,11 +91,11 @@ def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
 
 
 def plain_optimizer(model: nn.Module, config: RunConfig) -> Callable[[], None]:
-    """Return a function that steps a model of fp32 weights by its gradients, with torch alone."""
+    """Return a function that steps a model of fp32 weights by its gradients."""
     cfg = config.optim.optimizer
     if isinstance(cfg, settings.Muon) and not (cfg.normalize or cfg.cautious):
         return _plain_muon(model, cfg, config)
-    # Ours: torch's AdamW, or the normalized or cautious Muon that torch does not have.
+    # torch's AdamW or, because torch has no normalized or cautious Muon, our own.
     optimizer = build_optimizer(model, config)
     pieces = [Piece(name, p, p, 0, 0, p.numel()) for name, p in model.named_parameters()]
     bind(optimizer, pieces, World(0, 1, pieces[0].master.device))

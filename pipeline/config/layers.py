@@ -53,7 +53,6 @@ def load(
 
     If the data is known, its tokenizer has `pieces` ids, and the vocabulary is these plus the
     special ids of the objective."""
-    sets = tuple(sets)
     shape: Table = {"model": model}  # the model of --init
     if model is None:
         assert size is not None
@@ -74,12 +73,10 @@ def load(
     table = merge(table, taught)
     if isinstance(table["model"], Mapping):
         table = merge(table, _lengths(table["model"], objective))
-    spec = validate(RunSpec, table)
-    _refuse_idle(spec, sets)
-    return spec
+    return validate(RunSpec, table)
 
 
-def _refuse_idle(spec: RunSpec, sets: Iterable[str]) -> None:
+def refuse_idle(spec: RunSpec, sets: Iterable[str]) -> None:
     """Refuse a `--set` that changes nothing because another setting is missing."""
     model = spec.model
     needs = {

@@ -17,7 +17,7 @@ from pipeline.objective.draws import F64, I64, U64, Draws, mix
 if TYPE_CHECKING:  # training needs no recipe
     from pipeline.data.corpus_recipe import Mixture
 
-SHARDS_TOGETHER = 8  # shards of packed rows to shuffle together; a reader keeps 8 packed shards
+SHARDS_TOGETHER = 8  # shards of packed rows that are shuffled, and kept by a reader, together
 BLOCK = 4096  # samples; weights are rounded to 1/4096
 # Four rounds suffice in theory (Luby & Rackoff 1988); two more as the mix is not cryptographic.
 ROUNDS = 6

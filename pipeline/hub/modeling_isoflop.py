@@ -26,7 +26,7 @@ def make_norm(width: int, config: IsoflopConfig) -> nn.Module:
 
 
 def every(n: int | None, layer: int) -> bool:
-    """Return whether a layer is one of the n-th layers: n-1, 2n-1, and so on."""
+    """Return whether a layer is the last of n layers: layer n-1, 2n-1, and so on."""
     return n is not None and layer % n == n - 1
 
 

@@ -87,8 +87,8 @@ def move_rows(x_NW: Tensor, order_M: Tensor, inverse_N: Tensor) -> Tensor:
     return y_MW
 
 
-# The backward pass of these three functions gathers by the inverse order. Autograd's own backward
-# of indexing adds rows with atomics, which is slow and has no fixed order.
+# The backward passes of these two functions gather by the inverse order. Autograd's own backward of
+# indexing adds rows with atomics, which is slow and has no fixed order.
 
 
 class _Permute(torch.autograd.Function):

@@ -17,7 +17,8 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half); 
 
 
 def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) -> Rotary:
-    """Return cosines and sines. In a buffer, bf16 would be too coarse for positions above 256."""
+    """Return cosines and sines, computed in every pass. A buffer would be cast to bf16, which is
+    too coarse for positions above 256."""
     if windowed and cfg.window_theta is not None:
         cfg = RoPE(theta=cfg.window_theta)  # a window is short, so it needs no scaling
     frequencies, factor = _frequencies(dim, cfg, positions.device)
@@ -133,7 +134,8 @@ class DistanceBias(nn.Module):
 
     def forward(self, distance_QK: Tensor) -> Tensor:
         """Return the bias of each head, (H, Q, K)."""
-        # One lookup for each diagonal: Q·K gradients of all pairs would be added one by one.
+        # Look up each diagonal once. With a lookup for every pair, the backward pass would add Q·K
+        # gradients to a few buckets, one by one.
         diagonals = torch.cat((distance_QK[1:, 0].flip(0), distance_QK[0]))
         bias_HL = self.weight[self._bucket(diagonals)].T
         return _along_diagonals(bias_HL, *distance_QK.shape)

@@ -114,7 +114,8 @@ def _rotate(
     x: Tensor, q_gain: Tensor | None, k_gain: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, heads: int, norm: bool, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Return all heads or, with norm, only queries and keys, because its backward pass keeps x."""
+    """Return all heads or, with norm, only queries and keys: the backward pass of the norm keeps x
+    anyway, and x holds the values."""
     B, S, A, D = x.shape
     groups = (A - heads) // 2
     y = x.new_empty(B, S, heads + groups if norm else A, D)

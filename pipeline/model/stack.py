@@ -137,7 +137,7 @@ class Decoder(Side):
         out = self._losses(h_BSW, targets_BS, labels_B, last_B, taught)
         if targets_BS is None or isinstance(out, Tensor):
             return out
-        # From here on, `total` gets further terms, and `nll` stays the plain loss.
+        # From here on, `total` gets further terms, and `nll` has none of them.
         total = out.total
         if filled is not None:
             total = filled.loss + self.cfg.replaced_weight * total
@@ -169,7 +169,8 @@ class Decoder(Side):
             context = self._encode(context, routings, inputs, cache)
         x_BSW = self.embed(self._smeared(tokens_BS, places, cache), places, inputs.segments_BS)
         if self.training and not x_BSW.requires_grad:
-            # A frozen embedding: ZeRO-3 gathers a block only if the block's input has a gradient.
+            # A frozen embedding. For the backward pass, ZeRO-3 gathers a block only if the block's
+            # input has a gradient.
             x_BSW.requires_grad_()
         x_BSW, pending = self._decode(x_BSW, tokens_BS, context, routings, cache)
         # Decoding needs only the next token, and the logits of a long prompt would fill the memory.

@@ -43,7 +43,8 @@ class Scales(nn.Module):
 
 
 class Backout(nn.Module):
-    """Subtracts a share of the middle layer's stream, which only later layers need, at the end."""
+    """Subtracts, after the last layer, a share of the middle layer's stream: later layers used it,
+    but it does not help the prediction."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,8 @@ class World:
         return tensor
 
     def sum(self, values: Tensor, more: Sequence[float] = ()) -> Tensor:
-        """Sum values and `more` numbers of the host, in fp64: integers up to 2^53 stay exact."""
+        """Sum each value over the ranks, in fp64: integers up to 2^53 stay exact. The sums of
+        `more`, which are numbers of the host, follow those of `values`."""
         return self.reduce(torch.cat((values.detach().double().reshape(-1), self.to_device(more))))
 
     def reduce(self, values: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from deepspeed.utils import groups, safe_get_full_grad, set_z3_leaf_modules
 
 if hide_mlflow:
     del sys.modules["mlflow"]
-# DeepSpeed imports its Muon for any optimizer, whose decorators would import torch's compiler.
+# For any optimizer, DeepSpeed imports its own Muon, whose decorators would import torch's compiler.
 _compile = compiler.compile
 compiler.compile = lambda: lambda function: function
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
@@ -48,7 +48,7 @@ class ZeroEngine(engine.Engine):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if world.device.type == "cpu":
             # DeepSpeed would compile an all-reduce that only inference uses, which takes a minute.
-            # As an attribute, `deepspeed.comm.torch` is the real torch instead of this module.
+            # From sys.modules, because the attribute `deepspeed.comm.torch` is the real torch.
             comm: Any = sys.modules["deepspeed.comm.torch"]
             comm.build_shm_op = lambda: None
             # Otherwise DeepSpeed runs numactl for every micro-batch of ZeRO-3, to count devices.

@@ -253,7 +253,7 @@ def unplanned(cost: dict[str, Any] | None, size: str | None, site: Cluster | Non
     """Return a warning about a size that the planner has no layout for, so that MFU is assumed."""
     if cost is None or size is None or cost["mfu_from"] == "planner":
         return []
-    if site is None or site.rates is None:  # the user gave the speed
+    if site is None or site.rates is None:  # without rates, MFU is always assumed
         return []
     return [
         f"The planner has no layout for {size} with this batch on {cost['gpus']} {site.name} "

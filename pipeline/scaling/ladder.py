@@ -74,6 +74,8 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
         for key, value in first.items()
         if all(other.get(key) == value for other in others)
     }
+    if "eval.tasks" not in shared:  # tasks of other runs may be in other directories
+        shared.pop("eval.questions", None)
     # One batch for several sizes belongs to the ladder, even if the rule gives it to each of them:
     # the rule gives many small sizes its smallest batch, but not a larger size.
     batches = {config.train.batch_tokens for config in configs}

@@ -71,7 +71,7 @@ def save_state(run_dir: Path, state: State) -> None:
 
 
 def _advance(record: Record, sent: dict[str, float]) -> bool:
-    """Record the progress to a record; return whether the record is new."""
+    """Set the progress to this record; return whether the record is new."""
     key = "seq" if record["kind"] == "event" else record["kind"]
     number = record["seq" if key == "seq" else "step"]
     if number <= sent.get(key, -1.0):

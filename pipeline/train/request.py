@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from pipeline.config.dump import changed
-from pipeline.config.layers import load, merge, reload
+from pipeline.config.layers import load, merge, refuse_idle, reload
 from pipeline.config.objective import Pairs
 from pipeline.config.parts import Learned
 from pipeline.config.schema import Cluster, RunConfig, RunSpec
@@ -226,8 +226,7 @@ def _continue(request: Request, devices: Devices) -> PlannedRun:
         raise ConfigError("--size is missing; `launch show --sizes` lists all sizes")
     if request.out is None or not RunDir(request.out).exists:
         given = "no run" if request.out is None else f"{request.out}, which is not a run"
-        text = f"--resume got {given}"
-        raise RunError(f"{text}; give the --out of a run, or the options of a new one")
+        raise RunError(f"--resume got {given}; give the --out of a run, or options for a new one")
     run = RunDir(request.out)
     # The shards may be at another path now; the hash of their manifest must be the same.
     moved = {} if request.data is None else {"data": {"dir": str(request.data)}}
@@ -282,6 +281,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         pieces=pieces,
         **request.layers,
     )
+    refuse_idle(spec, request.sets)
     if isinstance(spec.objective, Denoise) and spec.objective.permute and not spec.objective.stops:
         spec = changed(spec, {"objective.stops": corpus.sentence_ends()})
     # A --config or --set may name other data than --data, which the run would fail to open.

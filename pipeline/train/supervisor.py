@@ -50,7 +50,7 @@ _STOPPING = b"stopping: a checkpoint is written first; a second signal ends it a
 _GRACE_S = 5.0  # time for the other ranks to report their own errors after one has failed
 _PRELOAD_AFTER_S = 15.0  # training time before the preloader starts; short runs do not need one
 _PRIVATE = "isoflop-ranks-"  # start of the name of a group's directory
-_YOUNG_S = 60.0  # its launcher may not hold its lock yet
+_YOUNG_S = 60.0  # the launcher of a younger directory may not hold its lock yet
 
 
 def start(

@@ -113,8 +113,6 @@ def test_bad_settings_are_one_line_with_their_key(sets, parts):
         ("dense", ["mup_base.base_width=0"], "mup_base.base_width=0"),
         ("dense", ["layers=0"], "layers=0"),
         ("dense", ["init_std=1e300"], "init_std=1e+300"),
-        ("dense", ["segments=2"], 'model.segments=2 has no effect without model.stack="encoder"'),
-        ("dense", ["mup_base={base_width=32}"], "model.mup_base.base_width=32 has no effect"),
     ],
 )  # fmt: skip
 def test_an_impossible_model_is_one_line_with_its_key(arch, sets, key):
@@ -132,6 +130,8 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
     ("change", "key"),
     [
         ({"sets": ["data.dir=/nonexistent"]}, "data.dir=/nonexistent"),
+        ({"sets": ["model.segments=2"]}, 'no effect without model.stack="encoder"'),
+        ({"sets": ["model.mup_base={base_width=32}"]}, "mup_base.base_width=32 has no effect"),
         ({"out": Path("x" * 300)}, "--out"),
         ({"sets": [f"train.steps={10**17}"]}, "--steps"),
     ],
