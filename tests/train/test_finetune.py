@@ -385,7 +385,7 @@ def test_labels_that_only_valid_has_are_refused(runs: Path, inside, tmp_path: Pa
         valid = lines(tmp_path / "valid.jsonl", [{"text": "t", "label": label}])
         start = ("finetune", "--run", runs / "decoder-base", "--data", file, "--valid", valid)
         refused = inside(*start, "--out", tmp_path / "run", code=2)
-        assert f"valid.jsonl:1: label={label} is not one of" in refused
+        assert f"valid.jsonl:1: label={label} " in refused
 
 
 def test_a_directory_of_the_user_is_kept(runs: Path, inside, tmp_path: Path) -> None:
