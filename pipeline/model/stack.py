@@ -72,7 +72,7 @@ class Decoder(Side):
         self.ahead = nn.ModuleList(Ahead(cfg, block(last, True)) for _ in range(cfg.mtp))
         projected = cfg.head_transform or cfg.head_width != cfg.width
         self.transform = Transform(cfg) if projected else None
-        # The head gets a weight of its own, which `tie` replaces if it is tied.
+        # The head gets a separate weight. If the head is tied, `tie` replaces that weight.
         rows = 1 if cfg.head == "replaced" else cfg.vocab
         self.head = Head(cfg, nn.Parameter(torch.empty(rows, cfg.head_width)))
         self.row_head = RowHead(cfg) if cfg.row_classes else None
