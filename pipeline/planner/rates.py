@@ -145,7 +145,7 @@ def _muon(lr: float, model: Model, steps: int) -> Settings:
         "lr": Setting(
             lr,
             "0.045·(50M/tokens)^0.15, at most 0.06, ·(8/layers)^0.25 above 8 layers: measured at "
-            "13M to 216M tokens, and 2 to 32 layers",
+            "13M to 285M tokens, and 2 to 32 layers",
         ),
         "optimizer.embedding_rate": embedding,
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),

@@ -14,9 +14,10 @@ from torch import Tensor
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.tasks.questions import Question, Score, Task, mean
 
-_PASS_TOKENS = {"cpu": 2048, "cuda": 16384}  # in one forward pass, if the vocabulary is small
-# In one forward pass: half a GB in fp32 on a CPU, 1 GB in bf16 on a GPU. A GPU gets larger passes,
-# because the host cannot start the kernels of small ones fast enough.
+# In one forward pass, if the vocabulary is small. A GPU gets larger passes, because the host cannot
+# start the kernels of small ones fast enough.
+_PASS_TOKENS = {"cpu": 2048, "cuda": 65536}
+# In one forward pass: half a GB in fp32 on a CPU, 1 GB in bf16 on a GPU.
 _PASS_LOGITS = {"cpu": 2**27, "cuda": 2**29}
 _CHUNK_LOGITS = 2**26  # turned into logarithms at the same time, in fp32: 256 MB
 _ROUND = 16  # rows are padded to a multiple of this, so that few different shapes occur
@@ -52,6 +53,11 @@ def pass_tokens(vocab: int, device: torch.device) -> int:
     return min(_PASS_TOKENS[device.type], _PASS_LOGITS[device.type] // vocab)
 
 
+def padded(length: int, longest: int) -> int:
+    """Return the width of a row for so many tokens."""
+    return min(math.ceil(length / _ROUND) * _ROUND, longest)
+
+
 class Batch(NamedTuple):
     windows: list[tuple[int, int]]  # number of a pair, and of a window of its answer
     inputs: dict[str, Tensor]  # of the model
@@ -79,7 +85,7 @@ def make_batches(
     order = sorted(windows, key=lambda key: -lengths[key])
     while order:
         # At least one token: for an empty answer after a single token, the model reads nothing.
-        width = min(math.ceil(max(1, lengths[order[0]]) / _ROUND) * _ROUND, longest)
+        width = padded(max(1, lengths[order[0]]), longest)
         rows = max(1, most_tokens // width)
         chosen = order[:rows]
         order = order[rows:]

@@ -150,8 +150,8 @@ def test_likelihoods_do_not_depend_on_batch_or_padding():
 def test_the_logits_of_a_pass_do_not_grow_with_the_vocabulary():
     from pipeline.tasks.likelihood import pass_tokens
 
-    tokens = [pass_tokens(vocab, torch.device("cuda")) for vocab in (512, 8192, 131072)]
-    assert tokens == [16384, 16384, 4096]
+    tokens = [pass_tokens(vocab, torch.device("cuda")) for vocab in (512, 32768, 131072)]
+    assert tokens == [65536, 16384, 4096]
 
 
 def test_scores_follow_from_likelihoods():
