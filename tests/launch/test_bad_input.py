@@ -55,6 +55,7 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
         ("--data DATA --size 1bb", ["did you mean '1b'"]),
         ("--data DATA --zero 5", ["parallel.zero=5"]),
         ("--data DATA --arch moe --ep 4", ["parallel.ep=4", "2 ranks", "--ep 2"]),
+        ("--data DATA --arch moe --set model.width=66", ["model.width=66", "of 4; try --set model.width=64"]),
         ("--data DATA --engine accelerate --zero 1", ["--zero 0"]),
         ("--data DATA --flops 1e308", ["train.flops"]),
         ("--data DATA --out /proc/run", ["/proc/run"]),
@@ -131,6 +132,16 @@ def test_continuing_something_else(begun, corpus, tmp_path):
     config.write_text(before[config].decode().replace(str(corpus), str(other)))
     assert "other data" in refused(*again, "--nproc", 2)
     assert "--out" in refused("pretrain", "--resume", "--out", tmp_path / "nowhere")
+
+    # Without run.json no fit would find the run; without config.toml another run would begin here.
+    config.write_bytes(before[config])
+    (begun / "run.json").unlink()
+    assert "but no run.json" in refused(*again, "--nproc", 2)
+    config.unlink()
+    fresh = ("pretrain", *TINY, "--steps", 2, "--data", corpus, "--out")
+    assert "but no config.toml" in refused(*fresh, begun)
+    remedy = fresh[:1] + fresh[3:]  # without --size
+    launch(*remedy, tmp_path / "more", "--init", begun)
 
 
 @pytest.fixture
