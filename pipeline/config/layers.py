@@ -334,8 +334,10 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{key} is missing{place}"
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    text = text.replace("String should", "must")
-    # Pydantic's messages for these two errors do not explain what to write instead.
+    text = text.replace("String should", "must").replace(str(10**38), "1e38")
+    # Pydantic's messages for these three errors do not explain what to write instead.
+    if first["type"] == "int_parsing_size":
+        text = "must be less than 2^63"
     if first["type"] == "tuple_type":
         text = f"must be a list; write {key}=[{first['input']!r}]"
     if first["type"] in ("model_type", "model_attributes_type") and inner:

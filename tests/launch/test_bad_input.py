@@ -57,7 +57,7 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
         ("--data DATA --arch moe --ep 4", ["parallel.ep=4", "2 ranks", "--ep 2"]),
         ("--data DATA --arch moe --set model.width=66", ["model.width=66", "of 4; try --set model.width=64"]),
         ("--data DATA --engine accelerate --zero 1", ["--zero 0"]),
-        ("--data DATA --flops 1e308", ["train.flops"]),
+        ("--data DATA --flops 1e308", ["train.flops=1e+308: must be less than or equal to 1e38"]),
         ("--data DATA --out /proc/run", ["/proc/run"]),
         ("--data DATA --gpus-per-node 0", ["--gpus-per-node", "--slurm"]),
         ("--data DATA --recipe adamw --zero 3 --set parallel.offload.optimizer=nvme --set parallel.offload.path=nowhere",
