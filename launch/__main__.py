@@ -12,11 +12,14 @@ import typer
 
 from pipeline.errors import UserError
 
-# Every module registers its commands with the app, in the order in which --help lists them.
-MODULES = (
-    "data", "bench", "show", "pretrain", "finetune", "verify", "trained", "generate", "jobs",
-    "sweep", "law", "forecast", "dashboard", "doctor",
-)  # fmt: skip
+# Every module registers its commands with the app. --help lists them in this order, the order of a
+# user's work, each below the title of its panel.
+MODULES = {
+    "doctor": "Prepare", "data": "Prepare", "show": "Prepare", "bench": "Prepare",
+    "verify": "Prepare", "pretrain": "Train", "finetune": "Train", "sweep": "Train",
+    "jobs": "Watch", "dashboard": "Watch", "law": "Forecast", "forecast": "Forecast",
+    "trained": "Use a model", "generate": "Use a model",
+}  # fmt: skip
 GROUPS = ("data", "bench", "sweep")
 MAX_MESSAGE = 400  # characters; some exceptions quote whole files
 
@@ -55,8 +58,10 @@ def mount(names: Iterable[str] = MODULES) -> None:
             # typer prints the epilog below the options, which fill a screen. Examples come first.
             command.help = f"{cleandoc(command.callback.__doc__)}\n\n{command.epilog}"
             command.epilog = None
+            command.rich_help_panel = None if name in GROUPS else MODULES[name]
         # Only a group of commands, such as `launch data prepare`, has a name.
-        app.add_typer(commands, name=name if name in GROUPS else None)
+        group = name if name in GROUPS else None
+        app.add_typer(commands, name=group, rich_help_panel=MODULES[name])
 
 
 def describe(error: Exception) -> tuple[str, int]:

@@ -120,7 +120,7 @@ def cancel(
     job = job_of(run)
     entry = queue.entry(job) if job else None
     if job is None or entry is None or not entry.alive:
-        raise RunError(f"run {run} has no job in the queue; see `launch status {quote(str(run))}`")
+        raise RunError(f"run {run} has no job in the queue; `launch status` lists runs and jobs")
     # A pending job has nothing to save, and no batch step that could receive the signal.
     save = entry.state == "RUNNING" and not now
     queue.cancel(job, save=save)

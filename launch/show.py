@@ -8,10 +8,10 @@ import typer
 from launch.options import Arch, AsJson, Cluster, ConfigFile, Recipe, Settings, Size, examples
 from launch.tables import new_console, print_json, table
 from pipeline.config.dump import flags
-from pipeline.config.layers import load, names
+from pipeline.config.layers import load, names, refuse_idle
 from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.config.shape import Model
-from pipeline.planner.check import enough_gpus, resolve
+from pipeline.planner.check import Resized, Search, resolve
 from pipeline.planner.count import params
 from pipeline.planner.memory import USABLE, DeviceMemory, Layout, checkpoint_bytes, memory
 from pipeline.planner.recipe import derived
@@ -61,12 +61,13 @@ def show(
         print_json(rows) if as_json else _print_sizes(rows)
         return
     spec = loaded(size)
+    refuse_idle(spec, sets or ())
     # Planned for GPUs (bf16, compiled), also on a laptop without any.
     resolved = resolve(spec, ranks=gpus, gpu=True)
     figures = _figures(resolved, gpus) | {"rules": derived(spec, resolved)}
     # Step times need rates, which a file in configs/cluster may lack.
     if resolved.cluster.rates is not None:
-        figures |= _layouts(spec, resolved, gpus)
+        figures |= _layouts(spec, resolved, gpus, loaded)
     print_json(figures) if as_json else _print_one(figures)
 
 
@@ -141,7 +142,7 @@ def _parts(model: Model) -> list[str]:
     return found
 
 
-def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
+def _layouts(spec: RunSpec, config: RunConfig, ranks: int, resized: Resized) -> dict[str, Any]:
     """Return a row per ZeRO stage and ep, and the recommended one, or None if none fits."""
     # Only settings that are "auto" in the spec vary between the layouts.
     estimates = plan(config, ranks, spec)
@@ -151,9 +152,8 @@ def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
     if chosen is not None:
         found["recommended"] = rows[estimates.index(chosen)]  # the same object, to mark its row
     elif config.cluster.memory_bytes:
-        # Doublings of --gpus; the first one that fits is printed.
-        more = enough_gpus(config, ranks, DeviceMemory(config.cluster.memory_bytes))
-        found["enough_gpus"] = next((layout.ranks for layout in more), None)
+        search = Search(DeviceMemory(config.cluster.memory_bytes), keep=False, resized=resized)
+        found["nearest"] = search.nearest(spec, ranks)  # as `launch pretrain` suggests
     return found
 
 
@@ -264,8 +264,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _advice(figures: dict[str, Any]) -> str:
     row = figures["recommended"]
     if row is None:
-        more = f", or --gpus {figures['enough_gpus']}" if figures.get("enough_gpus") else ""
-        return f"no layout fits; use a smaller --size{more}"
+        nearest = dict(figures.get("nearest") or {})
+        if not nearest:
+            return "no layout fits, and no smaller --size either; use a cluster with more memory"
+        more = f"--gpus {nearest.pop('nproc')}, and " if "nproc" in nearest else ""
+        return f"none of these fits; use {more}[bold]{flags(nearest)}[/bold] with `launch pretrain`"
     # The usual error of such predictions, measured on published runs.
     low = _digits(row["step_s"] * (1 - row["error"]))
     high = _digits(row["step_s"] * (1 + row["error"]))

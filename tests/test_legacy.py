@@ -71,6 +71,11 @@ def test_a_legacy_checkpoint_evaluates(legacy, inside, run):
     assert found["loss"] == pytest.approx(logged["loss"], rel=1e-5)
 
 
+def test_an_old_name_of_a_setting_is_read():
+    spec = load(size="tiny", arch="moe", sets=["model.ffn.normalise=false"])
+    assert spec.model.ffn.normalize is False
+
+
 def test_a_legacy_corpus_opens(legacy):
     corpus = Corpus.open(legacy / "corpus")
     corpus.check(load(size="27k", sets=["model.vocab=384", "model.seq=32"]), "train")

@@ -8,7 +8,7 @@ its recipe.
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import lru_cache, reduce
@@ -268,7 +268,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"config file {path} cannot be read: it is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"config file {path} cannot be read: {reason}; fix the file") from None
 
 
 def merge(low: Table, high: Table) -> dict[str, Any]:
@@ -328,14 +329,21 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     *above, last = map(str, first["loc"] or ("",))
     if first["type"] == "extra_forbidden":
         path, known = _follow(kind, above)
-        return f"{'.'.join((*path, last))} is not a setting{place}{nearest(last, known, path)}"
+        own = ".".join((*path, last))
+        keys = list(_keys(kind))
+        same = [key for key in keys if key.rpartition(".")[2] == last]
+        if same and own not in keys:  # otherwise it is a key of another variant
+            return f"{own} is not a setting{place}; did you mean {min(same, key=len)!r}?"
+        return f"{own} is not a setting{place}{nearest(last, known, path)}"
     path, inner = _follow(kind, [*above, last])
     key = ".".join(path)
     if first["type"] == "missing":
         return f"{key} is missing{place}"
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    text = text.replace("String should", "must")
-    # Pydantic's messages for these two errors do not explain what to write instead.
+    text = text.replace("String should", "must").replace(str(10**38), "1e38")
+    # Pydantic's messages for these three errors do not explain what to write instead.
+    if first["type"] == "int_parsing_size":
+        text = "must be less than 2^63"
     if first["type"] == "tuple_type":
         text = f"must be a list; write {key}=[{first['input']!r}]"
     if first["type"] in ("model_type", "model_attributes_type") and inner:
@@ -344,6 +352,15 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     hidden = "env" in path or isinstance(first["input"], dict)
     value = "" if hidden else f"={first['input']!r}"
     return f"{key}{value}{place}: {text}" if key else text
+
+
+def _keys(kind: type[BaseModel]) -> Iterator[str]:
+    """Yield the dotted keys of every setting, in all variants."""
+    for name, field in kind.model_fields.items():
+        yield name
+        listed = get_origin(field.annotation) is tuple  # its tables have no keys of their own
+        for inner in () if listed else _models(field.annotation):
+            yield from (f"{name}.{key}" for key in _keys(inner))
 
 
 def _follow(kind: type[BaseModel], loc: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -4,7 +4,7 @@ A part whose widths follow from the size has two classes: one with ratios, for a
 (`Arch...`), and one with absolute widths, for a model.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -288,7 +288,7 @@ class MoEKind(FeedForward):
     top_k: Positive
     shared: Count = 0  # experts that every token uses
     router: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True  # the chosen weights sum to 1
+    normalize: bool = True  # the chosen weights sum to 1
     scale: Rate = 1.0  # factor of the routed experts' sum
     groups: Positive = 1
     top_groups: Positive = 1  # groups from which a token may choose experts
@@ -301,13 +301,23 @@ class MoEKind(FeedForward):
     dense_layers: Count = 0  # the first n layers are dense
     every: Positive = 1  # of the other layers, every n-th is routed
 
+    @model_validator(mode="before")
+    @classmethod
+    def _old_name(cls, table: Any) -> Any:
+        # Runs and sweeps of older releases write `normalise`. Only they and users give it, so it
+        # overrides the value of an architecture file.
+        if isinstance(table, dict) and "normalise" in table:
+            kept = {key: value for key, value in table.items() if key != "normalise"}
+            return kept | {"normalize": table["normalise"]}
+        return table
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         experts = f"experts={self.experts}"
         groups = f"groups={self.groups}"
         require(self.top_k <= self.experts, f"top_k={self.top_k} is above {experts}")
-        constant = self.top_k == 1 and self.normalise
-        require(not constant, "top_k=1 with normalise=true makes every weight 1; set it to false")
+        constant = self.top_k == 1 and self.normalize
+        require(not constant, "top_k=1 with normalize=true makes every weight 1; set it to false")
         require(self.experts % self.groups == 0, f"{experts} is not a multiple of {groups}")
         require(self.top_groups <= self.groups, f"top_groups={self.top_groups} is above {groups}")
         within = self.experts // self.groups * self.top_groups

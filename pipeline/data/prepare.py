@@ -27,7 +27,7 @@ from pipeline.data.corpus_recipe import Dedup, Malformed, Recipe, Task
 from pipeline.data.dedup import deduplicate
 from pipeline.data.encode import CONVERTED, HELD_OUT, MODEL, SPLITS, Encoded, tokenize
 from pipeline.data.order import check_mixture, mixed
-from pipeline.data.ray_pool import cluster, run
+from pipeline.data.ray_pool import check_workers, cluster, run
 from pipeline.data.readers import read, tokens_not_text
 from pipeline.data.sketch import Sketched, ngrams, sketch, word_hashes
 from pipeline.data.sources import Warn, plan
@@ -74,6 +74,7 @@ def prepare(
     if model is None:
         check_vocab_size(recipe.vocab_size, recipe.train.controls)
     check_mixture(recipe.mixture, recipe.sources)
+    check_workers(workers)
     limit_bytes = recipe.limit_bytes
     tasks = plan(recipe.sources, limit_bytes=limit_bytes, seed=recipe.seed, out=out, warn=warn)
     if not tasks:

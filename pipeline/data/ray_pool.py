@@ -27,7 +27,15 @@ from pipeline.process import python_module
 
 Result = TypeVar("Result")
 
+WORKERS_PER_CPU = 16  # each needs about 150 MB; more than one only helps while files load slowly
 OBJECT_STORE_BYTES = 128 * 2**20  # tasks pass file names and counts, never text
+
+
+def check_workers(workers: int | None) -> None:
+    """Refuse more workers than this machine can run; a cluster at RAY_ADDRESS uses its CPUs."""
+    most = WORKERS_PER_CPU * (os.cpu_count() or 1)
+    if workers and workers > most and not os.environ.get("RAY_ADDRESS"):
+        raise DataError(f"--workers {workers} is too many for this machine; use at most {most}")
 
 
 @contextmanager

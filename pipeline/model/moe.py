@@ -154,7 +154,7 @@ class Router(nn.Module):
         # The choice has no gradient; the weights below have one.
         experts_BSK = _top_indices(self._ranking(scores_BSE.detach()), c.top_k)
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
-        if c.normalise:
+        if c.normalize:
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
         experts_BN = experts_BSK.flatten(1)
         ones_BN = torch.ones_like(experts_BN, dtype=scores_BSE.dtype)

@@ -14,8 +14,9 @@ from pipeline.config.layers import names
 from pipeline.config.optimizer import MuonSpec
 from pipeline.config.parts import MoE, Recompute
 from pipeline.config.schema import RunConfig, RunSpec
+from pipeline.config.shape import divisors
 from pipeline.errors import ConfigError, UserError
-from pipeline.planner.count import params
+from pipeline.planner.count import BYTES, params
 from pipeline.planner.memory import MEMORY_ERROR, PROCESS_BYTES, USABLE, DeviceMemory, Layout
 from pipeline.planner.recipe import batch_tokens, choose_dtype, compiles, fill
 from pipeline.planner.speed import Estimate, micro_batches, plan, recommend
@@ -61,6 +62,13 @@ def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
     if spec.train.compile is True and not compiles(spec, dtype):
         found.append("train.compile=true with routed experts needs train.dtype=bf16")
         change["train.compile"] = False
+    model = spec.model
+    if isinstance(model.ffn, MoE):
+        unit = 16 // BYTES[dtype]  # torch's grouped matmuls need rows of a multiple of 16 bytes
+        for key, width in (("model.width", model.width), ("model.ffn.hidden", model.ffn.hidden)):
+            if width % unit:
+                found.append(f"{key}={width}: routed experts in {dtype} need a multiple of {unit}")
+                change[key] = max(1, round(width / unit)) * unit
     if isinstance(spec.optim.optimizer, MuonSpec):
         _check_muon(spec)
     _check_degrees(spec, ranks, ddp, found, change)
@@ -131,9 +139,7 @@ def _check_batch(spec: RunSpec, readers: int, found: list[str], change: Change) 
     rows = batch // unit
     if micro != "auto" and rows % micro:
         found.append(f"train.micro_batch={micro} does not divide the {rows} sequences of a rank")
-        change["train.micro_batch"] = max(
-            m for m in range(1, min(micro, rows) + 1) if rows % m == 0
-        )
+        change["train.micro_batch"] = max(m for m in divisors(rows) if m <= micro)
 
 
 def _more_ranks(spec: RunSpec, ranks: int, change: Change, *, gpu: bool) -> int | None:
@@ -208,12 +214,21 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class Search:
     """The search for the nearest settings that work on a device."""
 
     device: DeviceMemory
     keep: bool  # keep the batch, because the run continues
     resized: Resized | None
+
+    def nearest(self, spec: RunSpec, ranks: int) -> Change:
+        """Return the nearest settings with which the run fits, or {} if nothing smaller fits."""
+        for change in self.candidates(spec, ranks):
+            if spec.train.auto_batch:  # the search finds the micro-batch itself
+                change.pop("train.micro_batch", None)
+            if self.accepts(spec, ranks, change):
+                return change
+        return {}
 
     def attempt(self, spec: RunSpec, ranks: int) -> _Attempt:
         gpu = not self.device.shared
@@ -241,11 +256,11 @@ class _Search:
 
     def candidates(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
         """Yield changes to try in this order: other layouts of the same ranks, fewer ranks if they
-        share memory, more GPUs, and smaller sizes, the largest first."""
+        share memory, more GPUs, and smaller sizes of the same architecture, the largest first."""
         yield from self.within(spec, ranks)
         if not self.device.shared:
             tried = self.attempt(spec, ranks)
-            for layout in enough_gpus(tried.config, tried.layout.ranks, self.device):
+            for layout in _enough_gpus(tried.config, tried.layout.ranks, self.device):
                 # No layout has a micro-batch of -1, so the change always names it.
                 change = layout.change(replace(tried.layout, micro_batch=-1))
                 yield {**tried.change, **change, "nproc": layout.ranks}
@@ -254,8 +269,9 @@ class _Search:
         smaller: list[tuple[int, str]] = []
         for size in names("size"):
             with suppress(UserError):  # some settings do not work with every size
-                total = params(self.resized(size).model).total
-                if total < params(spec.model).total:
+                model = self.resized(size).model
+                total = params(model).total
+                if model.arch == spec.model.arch and total < params(spec.model).total:
                     smaller.append((total, size))
         for _, size in sorted(smaller, reverse=True):
             for change in self.within(self.resized(size), ranks):
@@ -312,7 +328,7 @@ def _options(config: RunConfig, now: Layout, device: DeviceMemory) -> Iterator[L
                         yield Layout(now.ranks, zero, ep, micro, way, sp)
 
 
-def enough_gpus(config: RunConfig, ranks: int, device: DeviceMemory) -> Iterator[Layout]:
+def _enough_gpus(config: RunConfig, ranks: int, device: DeviceMemory) -> Iterator[Layout]:
     """Yield doublings of the GPUs that divide the batch and on which the smallest layout fits."""
     parallel = config.parallel
     ddp = parallel.engine == "accelerate"
@@ -337,7 +353,7 @@ def fit_to_devices(
 ) -> tuple[RunConfig, str]:
     """Resolve every setting and explain the layout, or raise an error with the nearest settings
     that work. A run that continues has to `keep` its batch. A job may start on `fewest` ranks."""
-    search = _Search(device, keep, resized)
+    search = Search(device, keep, resized)
     planned = None if keep else _plan_layout(spec, ranks, device, fewest)
     if planned is not None:
         # Compared with an impossible layout, so that zero, ep and the micro-batch are all set.
@@ -353,7 +369,9 @@ def fit_to_devices(
             f"size={spec.model.size} needs about {need:,.1f} GiB with {layout} and this "
             f"{device.device} has {device.usable / _GIB:,.1f} GiB {each}"
         )
-        change = _nearest_fit(search, spec, ranks, found)
+        change = search.nearest(spec, ranks)
+        if not change:
+            raise ConfigError(f"{'; '.join(found)}; nothing smaller fits either: use more memory")
     if not found:
         if planned is None:
             return tried.config, tried.note
@@ -365,15 +383,6 @@ def fit_to_devices(
         count = change.pop("nproc")
         raise ConfigError(f"{'; '.join(found)}; use {count} of them with {flags(change)}{also}")
     raise ConfigError(f"{'; '.join(found)}; try {flags(change)}{also}")
-
-
-def _nearest_fit(search: _Search, spec: RunSpec, ranks: int, found: list[str]) -> Change:
-    for change in search.candidates(spec, ranks):
-        if spec.train.auto_batch:  # the search finds the micro-batch itself
-            change.pop("train.micro_batch", None)
-        if search.accepts(spec, ranks, change):
-            return change
-    raise ConfigError(f"{'; '.join(found)}; nothing smaller fits either: use more memory")
 
 
 def _plan_layout(

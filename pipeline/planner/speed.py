@@ -32,9 +32,9 @@ from pipeline.planner.work import adapted_flops, teacher_model, trained_params, 
 TOUCHES = 5  # passes over the kept activations, forward and backward: 13% of the step
 BLOCK_S = 2e-4  # idle time of the device per block and micro-batch: 1.6% of the step
 UPDATE_BYTES = 36  # bytes per parameter that norm, AdamW and cast read and write: 10 ms
-# Additional bytes per parameter for Muon, counted: 8 passes over momentum, gradient and weights in
-# fp32, because skipping a step is a separate operation, and 10 passes over updates in bf16.
-MUON_BYTES = 54
+# Additional bytes per parameter for Muon with its recipe, counted by operation in optim/muon.py: 98
+# for momentum, update and weights, 22 to normalize, 32 to decay cautiously, less AdamW's 28.
+MUON_BYTES = 124
 # Fitted to 117 published dense runs together with the rates of configs/cluster.
 HOP_S = 8e-6  # latency of a ring, per collective and rank
 EXPOSED = 0.5  # share of the shorter of compute and collectives that overlap does not hide

@@ -92,6 +92,13 @@ class RunDir:
         except OSError as error:
             raise self._not_writable(error) from None
 
+    def check_whole(self) -> None:
+        """Refuse checkpoints without the files that describe their run."""
+        lost = [file for file in (self.config, self.path / RUN_FILE) if not file.exists()]
+        if lost and list_checkpoints(self.checkpoints):
+            text = f"--out {self.path} has checkpoints but no {lost[0].name}; restore that file"
+            raise RunError(f"{text}, or use --init {self.path} with another --out")
+
     def continue_with(self, config: RunConfig) -> None:
         """Save a changed config of this run; refuse it if it would make another run of it."""
         changed = differences(reload(self.config), config)

@@ -212,9 +212,8 @@ def priced(cluster: str) -> Cluster:
         raise ConfigError("cluster='' is empty; give a name in configs/cluster, or a TOML file")
     found = load_cluster(cluster)
     if found.peak_flops is None:
-        raise ConfigError(
-            f"cluster={cluster} has no peak_flops; add it to configs/cluster/{cluster}.toml"
-        )
+        file = cluster if cluster.endswith(".toml") else f"configs/cluster/{cluster}.toml"
+        raise ConfigError(f"cluster={cluster} has no peak_flops; add it to {file}")
     return found
 
 

@@ -116,6 +116,8 @@ class PlannedRun:
             self.run.lock(".launch")  # before anything is in the directory
             if self.facts is not None and self.run.exists:
                 raise _exists(self.run)
+            if not (self.facts or {}).get("branch"):  # which replaces old checkpoints
+                self.run.check_whole()
         except RunError:
             if self.fresh and self.run.path.exists():
                 return False
@@ -157,8 +159,11 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
     spec = _load(request, corpus)
     run = RunDir(request.out or Path("runs") / spec.experiment / spec.name)
     before = reload(run.config) if run.exists and request.resume else None
-    resized = None if before or request.init else _resized(request, corpus, spec)
-    config, note = _fit(spec, before, request, devices, resized)
+
+    def resized(size: str) -> RunSpec:
+        return _load(replace(request, size=size), corpus)
+
+    config, note = _fit(spec, before, request, devices, None if before or request.init else resized)
     fresh = request.fresh and request.out is None
     if run.exists and not fresh and not request.resume:
         raise _exists(run)
@@ -207,17 +212,6 @@ def _fp8_warning(config: RunConfig) -> str:
         "train.fp8=true without model.scaled_embedding=true: the loss of a wide model may stay 2% "
         "above bf16 (docs/TRAINING.md)"
     )
-
-
-def _resized(request: Request, corpus: Corpus, spec: RunSpec) -> Resized:
-    def other(size: str) -> RunSpec:
-        found = _load(replace(request, size=size), corpus)
-        # Another architecture is no smaller form of this run.
-        if found.model.arch != spec.model.arch:
-            raise ConfigError(f"size={size} has another architecture")
-        return found
-
-    return other
 
 
 def _continue(request: Request, devices: Devices) -> PlannedRun:
@@ -372,6 +366,12 @@ def _fit(
         resized=resized,
         fewest=request.fewest,
     )
+    keep_at = config.train.keep_at
+    if before is None or keep_at != before.train.keep_at:  # an old run keeps its own
+        late = [step for step in keep_at if step > config.train.steps]
+        if late:
+            text = f"train.keep_at={late} is after the last step, {config.train.steps}"
+            raise ConfigError(f"{text}; remove it or lengthen the run with --steps")
     if request.fewest:  # of a job, whose nodes cannot be inspected from here
         fit_to_devices(config, request.fewest, devices.memory)
     else:

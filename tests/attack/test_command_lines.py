@@ -83,6 +83,7 @@ REFUSED = (
     "import",
     "data prepare --source python --out OUT --vocab-size 0",
     "data prepare --source python --out OUT --vocab-size 3000000000",
+    "data prepare --source python --out OUT --workers 100000",
     "sync nowhere",
     "logs nowhere",
     "cancel nowhere",

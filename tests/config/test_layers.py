@@ -132,6 +132,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
         ({"sets": ["data.dir=/nonexistent"]}, "data.dir=/nonexistent"),
         ({"sets": ["model.segments=2"]}, 'no effect without model.stack="encoder"'),
         ({"sets": ["model.mup_base={base_width=32}"]}, "mup_base.base_width=32 has no effect"),
+        ({"sets": ["train.steps=4", "train.keep_at=[2,5]"]}, r"keep_at=\[5\] is after the last"),
         ({"out": Path("x" * 300)}, "--out"),
         ({"sets": [f"train.steps={10**17}"]}, "--steps"),
     ],

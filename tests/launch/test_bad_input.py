@@ -53,10 +53,14 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
         ("--data DATA --set train.batch_tokens=1000", ["=1,000", "train.batch_tokens=1024"]),
         ("--data DATA --size 175b", ["size=175b", "GiB", "; try --size "]),
         ("--data DATA --size 1bb", ["did you mean '1b'"]),
+        ("--data DATA --set train.seed=1", ["train.seed is not", "did you mean 'seed'?"]),
+        ("--data DATA --set optim.beta2=0.9", ["did you mean 'optim.optimizer.beta2'?"]),
+        ("--data DATA --config .", ["config file . cannot be read: not a regular file; fix"]),
         ("--data DATA --zero 5", ["parallel.zero=5"]),
         ("--data DATA --arch moe --ep 4", ["parallel.ep=4", "2 ranks", "--ep 2"]),
+        ("--data DATA --arch moe --set model.width=66", ["model.width=66", "of 4; try --set model.width=64"]),
         ("--data DATA --engine accelerate --zero 1", ["--zero 0"]),
-        ("--data DATA --flops 1e308", ["train.flops"]),
+        ("--data DATA --flops 1e308", ["train.flops=1e+308: must be less than or equal to 1e38"]),
         ("--data DATA --out /proc/run", ["/proc/run"]),
         ("--data DATA --gpus-per-node 0", ["--gpus-per-node", "--slurm"]),
         ("--data DATA --recipe adamw --zero 3 --set parallel.offload.optimizer=nvme --set parallel.offload.path=nowhere",
@@ -131,6 +135,16 @@ def test_continuing_something_else(begun, corpus, tmp_path):
     config.write_text(before[config].decode().replace(str(corpus), str(other)))
     assert "other data" in refused(*again, "--nproc", 2)
     assert "--out" in refused("pretrain", "--resume", "--out", tmp_path / "nowhere")
+
+    # Without run.json no fit would find the run; without config.toml another run would begin here.
+    config.write_bytes(before[config])
+    (begun / "run.json").unlink()
+    assert "but no run.json" in refused(*again, "--nproc", 2)
+    config.unlink()
+    fresh = ("pretrain", *TINY, "--steps", 2, "--data", corpus, "--out")
+    assert "but no config.toml" in refused(*fresh, begun)
+    remedy = fresh[:1] + fresh[3:]  # without --size
+    launch(*remedy, tmp_path / "more", "--init", begun)
 
 
 @pytest.fixture

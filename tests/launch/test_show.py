@@ -35,8 +35,25 @@ def test_show_lays_out_a_routed_model_over_nodes(inside):
     assert take["step_s"] <= 1.01 * min(row["step_s"] for row in rows if row["fits"])
     assert take["tokens_s"] * take["step_s"] == pytest.approx(figures["recipe"]["batch_tokens"])
     assert any(not row["fits"] for row in rows)
-    # No layout fits 8 GPUs.
-    assert "--gpus 32" in inside("show", "--size", "70b", "--gpus", 8, "--cluster", "h100")
+
+
+def test_show_names_the_nearest_layout_that_fits(inside):
+    """It named a smaller size only, though sequences that are shared by two GPUs fit."""
+    found = "none of these fits; use --gpus 32, and --zero 3 "
+    assert found in inside("show", "--size", "70b", "--gpus", 8, "--cluster", "h100")
+    at = ("show", "--size", "7b", "--gpus", 16, "--cluster", "h100", "--set")
+    nearest = json.loads(inside(*at, "model.seq=131072", "--json"))["nearest"]
+    assert nearest["sp"] > 1
+    sets = [f"--set=parallel.{key}={nearest.pop(key)}" for key in ("zero", "sp")]
+    assert set(nearest) == {"train.micro_batch", "train.recompute"}
+    sets += [f"--set={key}={json.dumps(value)}" for key, value in nearest.items()]
+    chosen = json.loads(inside(*at, "model.seq=131072", *sets, "--json"))["recommended"]
+    assert chosen["fits"]
+
+
+def test_show_refuses_what_no_run_accepts(inside):
+    said = inside("show", "--size", "tiny", "--set", "model.segments=2", code=2)
+    assert "model.segments=2 has no effect without" in said
 
 
 def test_the_whole_ladder(inside):

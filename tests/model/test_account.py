@@ -135,7 +135,7 @@ FFN = any_of(kind=["ffn"], activation=ACTIVATIONS, hidden=[24, 40], bias=BOTH)
 MOE = any_of(kind=["moe"], activation=ACTIVATIONS, hidden=[16], dense_hidden=[24], experts=[8], top_k=[1, 2, 3],
              shared=[0, 1, 2], router=["softmax", "sigmoid"], groups=[1, 4], top_groups=[2], dense_layers=[0, 1],
              every=[1, 2], capacity=[None, 1.25], aux_loss=[0.01], seq_aux_loss=[0.01], z_loss=[0.01],
-             bias_step=[0.0, 0.001], normalise=BOTH)  # fmt: skip
+             bias_step=[0.0, 0.001], normalize=BOTH)  # fmt: skip
 ANY = any_of(vocab=[64], seq=[32], width=[32], layers=[3], init_std=[0.02], norm=NORMS, position=POSITIONS,
              placement=["pre", "post", "sandwich", "deepnorm"], embedding_rank=[None, None, 16], head_transform=BOTH,
              head_bias=BOTH, tied=BOTH, embedding_norm=[False, True, "sum"], init=["fixed", "fan_in"],
@@ -154,7 +154,7 @@ def models(draw):
         attention["kv_heads"] = pick(1, 2, attention["heads"])
     ffn = draw(FFN | MOE)
     if ffn["kind"] == "moe":
-        ffn["normalise"] &= ffn["top_k"] > 1
+        ffn["normalize"] &= ffn["top_k"] > 1
         ffn["top_groups"] = min(ffn["groups"], ffn["top_groups"])
     model = draw(ANY) | {"attention": attention, "ffn": ffn}
     two = grouped and model["placement"] != "deepnorm"

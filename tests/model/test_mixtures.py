@@ -32,7 +32,7 @@ CHANGES = [
     "attention.q_rank=24", "attention.rope_dim=2", "mtp=1", "multipliers.embedding=3.0", "multipliers.residual=0.5",
     "multipliers.logits=2.0", "parametrization=mup", "ffn.bias=true", *(f'ffn.activation="{a}"' for a in
     ("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2")), "ffn.top_k=1", "ffn.top_k=3",
-    "ffn.shared=2", 'ffn.router="softmax"', 'ffn.router="sigmoid"', "ffn.normalise=false", "ffn.scale=2.0",
+    "ffn.shared=2", 'ffn.router="softmax"', 'ffn.router="sigmoid"', "ffn.normalize=false", "ffn.scale=2.0",
     "ffn.groups=4", "ffn.top_groups=2", "ffn.capacity=1.0", "ffn.aux_loss=0.01", "ffn.seq_aux_loss=0.01",
     "norm.gain=false", "attention.score_scale=1.44", "embedding_norm=true", "value_embeddings=2", "smear=true",
     "residual_scales=true", "backout=true", "logit_softcap=15.0", "ffn.init_scale=0.4", 'init="fan_in"', 'init_out="zero"',

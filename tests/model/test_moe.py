@@ -51,9 +51,9 @@ def test_grouped_experts_equal_the_loop(activation):
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("normalise", [True, False])
-def test_a_layer_is_the_weighted_sum_of_its_tokens_experts(router, normalise):
-    layer = routed(router=router, normalise=normalise, shared=1, scale=2.5, top_k=3)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_layer_is_the_weighted_sum_of_its_tokens_experts(router, normalize):
+    layer = routed(router=router, normalize=normalize, shared=1, scale=2.5, top_k=3)
     x = inputs(2, 5, 12)
     out, routing = layer(x)
     expected = []
@@ -61,7 +61,7 @@ def test_a_layer_is_the_weighted_sum_of_its_tokens_experts(router, normalise):
         logits = layer.router.weight @ token
         scores = logits.softmax(0) if router == "softmax" else logits.sigmoid()
         best = scores.argsort(descending=True)[:3]
-        weights = scores[best] / (scores[best].sum() if normalise else 1.0)
+        weights = scores[best] / (scores[best].sum() if normalize else 1.0)
         y = layer.shared(token)
         for weight, e in zip(weights, best, strict=True):
             gate, up = (token @ layer.experts.up[e]).chunk(2)
@@ -72,7 +72,7 @@ def test_a_layer_is_the_weighted_sum_of_its_tokens_experts(router, normalise):
 
 
 def test_capacity_drops_the_last_rows_of_each_sequence():
-    layer = routed(top_k=1, capacity=1.0, experts=4, normalise=False)
+    layer = routed(top_k=1, capacity=1.0, experts=4, normalize=False)
     x = inputs(3, 8, 12)
     with torch.no_grad():
         out, routing = layer(x)
@@ -107,7 +107,7 @@ def test_a_token_chooses_within_its_best_groups():
 
 
 def test_the_balancing_bias_evens_a_skewed_load_and_changes_no_weight():
-    layer = routed(router="sigmoid", bias_step=0.005, normalise=False)
+    layer = routed(router="sigmoid", bias_step=0.005, normalize=False)
     x = inputs(4, 64, 12) + 0.7
     loads = []
     for _ in range(200):

@@ -22,7 +22,7 @@ def alone():
 )
 def test_rows_travel_without_a_wait_where_experts_have_a_capacity(alone, top_k, capacity, waits):
     torch.manual_seed(0)
-    routed = {"top_k": top_k, "capacity": capacity, "normalise": False, "shared": 1}
+    routed = {"top_k": top_k, "capacity": capacity, "normalize": False, "shared": 1}
     cfg = MoE(kind="moe", activation="swiglu", hidden=16, dense_hidden=16, experts=4, **routed)
     layer = MixtureOfExperts(8, cfg, range(4))
     for p in layer.parameters():
@@ -45,7 +45,7 @@ def test_rows_travel_without_a_wait_where_experts_have_a_capacity(alone, top_k, 
 
 @pytest.mark.parametrize("capacity", [1.25, None])
 def test_the_shared_expert_runs_while_rows_and_their_gradients_travel(alone, capacity, monkeypatch):
-    routed = {"top_k": 2, "capacity": capacity, "normalise": False, "shared": 1}
+    routed = {"top_k": 2, "capacity": capacity, "normalize": False, "shared": 1}
     cfg = MoE(kind="moe", activation="swiglu", hidden=16, dense_hidden=16, experts=4, **routed)
     layer = MixtureOfExperts(8, cfg, range(4))
     layer.dispatch, order = AllToAll(alone, 4), []
