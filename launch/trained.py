@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 MOST_PROCESSES = 8  # or as many as there are CPUs, if these are more; each loads the model
 
 Data = Annotated[Path | None, Option(help="Prepared data (default: the data of the run).")]
-_BATCHES = "Held-out batches (default: those of training)."
+_BATCHES = "Held-out batches (default: as many as in training)."
 Batches = Annotated[int | None, Option(min=1, help=_BATCHES)]
 _TASKS = "File of questions (JSON lines), or the name of a task of lm-eval. Repeatable."
 Tasks = Annotated[list[str] | None, Option(help=_TASKS)]
-_QUESTIONS = "Questions per task, evenly spaced (lm-eval: the first; default: all)."
+_QUESTIONS = "Questions per task, evenly spaced; for lm-eval, the first ones (default: all)."
 Questions = Annotated[int | None, Option(min=1, help=_QUESTIONS)]
-Shots = Annotated[int | None, Option(min=0, help="Examples before each question (lm-eval only).")]
+Shots = Annotated[int | None, Option(min=0, help="Examples before each question; lm-eval only.")]
 TaskDir = Annotated[Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")]
 Nproc = Annotated[int | None, Option(min=1, help="Processes for the tasks (default: one per GPU).")]
 To = Annotated[Path, output_option(text="Directory to write, for transformers' Auto classes.")]
