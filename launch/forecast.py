@@ -279,7 +279,7 @@ def _place(
     named = [name for name, value in zip(names, values, strict=True) if value is not None]
     problem = f"{' and '.join(named)} name {len(named)} targets; " if len(named) > 1 else ""
     if tokens is not None and len(named) == 1:
-        problem = f"--tokens {tokens:g} does not go with {named[0]}, which sets the length; "
+        problem = f"--tokens {tokens:g} has no effect with {named[0]}, which sets the length; "
     raise ConfigError(
         f"{problem}give one of --size S, --params N with --tokens D, --flops C, --target-loss L or "
         f"--targets FILE.csv"

@@ -229,7 +229,7 @@ def _refuse_mixed(
 ) -> None:
     """Refuse options of `generate` that do not go together."""
     if not prompts:
-        raise ConfigError("no prompt; give --prompt TEXT, --source TEXT or a --file that has some")
+        raise ConfigError("there is no prompt; give --prompt TEXT, --source TEXT or --file FILE")
     if one_stream and (len(prompts) > 1 or beam or as_json):
         raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
     if beam and samples:

@@ -222,7 +222,7 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
         return f"model.seq={model.seq} is too short for {key}; use at least {least}"
     lengths = objective.lengths(model.seq, model.source_seq)
     if lengths != (model.seq, model.source_seq):
-        text = f"model.seq={model.seq} and model.source_seq={model.source_seq} do not go with {key}"
+        text = f"model.seq={model.seq} and model.source_seq={model.source_seq} do not match {key}"
         return f"{text}; set model.seq={lengths[0]} and model.source_seq={lengths[1]}"
     if isinstance(objective, Spans | Mixture):
         spans = objective.most_spans(objective.text_length(model.seq, model.source_seq))

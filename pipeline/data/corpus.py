@@ -105,7 +105,7 @@ class Corpus:
             lengths = self.lengths(shard)
             if (lengths[:-1] != length).any() or lengths[-1] != 1:
                 raise DataError(
-                    f"{self.path}: not examples in rows of {length} tokens; make them with "
+                    f"{self.path}: not made of examples in rows of {length} tokens; make them with "
                     f"`launch finetune`, whose --seq is the length of a row{otherwise}"
                 )
 

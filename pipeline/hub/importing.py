@@ -263,7 +263,7 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
     except UserError as error:
         raise type(error)(f"{where}: {error}") from None
     except Exception as error:  # transformers and torch raise any class for a bad value
-        raise DataError(f"{where} describes no model: {first_line(error)}") from None
+        raise DataError(f"{where} does not describe a model: {first_line(error)}") from None
 
 
 # ── Parity ───────────────────────────────────────────────────────────────────────────────────────

@@ -230,7 +230,7 @@ def _of_kind(run: Run, fitted: dict[str, Any]) -> bool:
 
 
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:
-    """How well the forecasts that count have done so far."""
+    """Summarize the errors of the forecasts that count."""
     counted = [s for s in scores if s.counts]
     errors = [abs(s.error) for s in counted if s.error is not None and s.task is None]
     points = [abs(s.error) for s in counted if s.error is not None and s.task is not None]

@@ -75,7 +75,7 @@ def test_repeated_data() -> None:
     done = study(made, "data-constrained")
     assert done.fit.values["R_D"] == pytest.approx(15, rel=0.05)
     assert done.fit.values["beta"] == pytest.approx(LAW["beta"], rel=0.02)
-    assert any("R_N" in warning and "ran to its bound" in warning for warning in done.warnings)
+    assert any("R_N" in warning and "is at its bound" in warning for warning in done.warnings)
     target = at_sizes(done, 1e10, 1e12)
     assert "`unique`" in cautions(done, target, forecast(done, target))[0]
     with pytest.raises(DataError, match="column `unique`"):

@@ -80,7 +80,7 @@ def test_recipes_and_optimizers_are_not_mixed(ladder: Path) -> None:
 def test_other_directories_are_not_run_directories(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a directory"):
         read_runs(tmp_path / "nowhere")
-    with pytest.raises(RunError, match="holds no run"):
+    with pytest.raises(RunError, match="contains no run"):
         read_runs(tmp_path)
     make_run(tmp_path, "old", 1e5, 1e6, version=99)
     with pytest.raises(RunError, match="version=99"):
