@@ -387,7 +387,6 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
         if "worth_tokens" in found:
             value = f", worth {count(found['worth_tokens'])} new tokens"
         console.print(
-            f"{count(found['epochs'])} epochs{value} (constants of repetition from "
-            f"{found['repeats_from']}); with new data only, the loss would be "
-            f"{found['loss_with_new_data']:.4f}."
+            f"{count(found['epochs'])} epochs{value} (constants from {found['repeats_from']}); "
+            f"with new data only, the loss would be {found['loss_with_new_data']:.4f}."
         )
