@@ -37,9 +37,9 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
     root = tmp_path / "runs" / "short"
     trunk, branch = root / "tiny-81.9k", root / "tiny-51.2k"
     call = ("sweep", "run", "sweep.toml", "--data", corpus)
-
     process = Launched("launch", call, environment(**tracked), tmp_path)
-    until(lambda: (trunk / "log.jsonl").exists() and records(trunk)[-1]["step"] > 2, 250)
+    log = trunk / "log.jsonl"  # which is empty at first
+    until(lambda: log.exists() and any(r["step"] > 2 for r in records(trunk)), 250)
     process.send_signal(signal.SIGINT)
     output = process.stdout.read()
     assert process.wait(250) == 130, output + process.stderr.read()
@@ -73,7 +73,7 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
 
 def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
     """A branch equals the separate run, and costs only its decay."""
-    sets = (part for s in (*SETS, "optim.schedule.warmup_steps=8") for part in ("--set", s))
+    sets = [part for s in (*SETS, "optim.schedule.warmup_steps=8") for part in ("--set", s)]
     call = ("pretrain", "--size", "tiny", "--steps", 50, "--data", corpus, "--nproc", 1)
     call += ("--no-track", "--quiet")
     launch(*call, "--out", tmp_path / "whole", *sets)
@@ -86,7 +86,7 @@ def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
     began = next(r for r in reversed(records(branch)) if r.get("event") == "start")
     assert began["step"] == 40 == json.loads((branch / "run.json").read_text())["branch"]["step"]
     other = ("--branch", tmp_path / "whole", "--out", tmp_path / "no", "--seed", 5)
-    line = launch(*call, *other, code=2).stderr
+    line = launch(*call, *sets, *other, code=2).stderr
     assert "seed is 1234 there and 5 in this run" in line
 
 

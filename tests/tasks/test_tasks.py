@@ -314,7 +314,7 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
         with pytest.raises(ConfigError, match="neither a file nor a task"):
             refuse_unknown([name], tmp_path)
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
-    assert "lm-eval: the first" in " ".join(inside("evaluate", "--help").split())
+    assert "lm-eval, the first" in " ".join(inside("evaluate", "--help").split())
 
 
 def test_without_lm_eval_only_its_tasks_are_refused(run, tmp_path, inside, monkeypatch):
