@@ -34,18 +34,18 @@ _FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 Figures = Iterable[tuple[str, Any]]
 _TENFOLD = "Also measure with ten times the text, which takes minutes."
 Tenfold = Annotated[bool, Option("--tenfold", help=_TENFOLD)]
-Profile = Annotated[bool, Option("--profile", help="Print a step's kernels and idle gaps.")]
+Profile = Annotated[bool, Option("--profile", help="Also print a step's kernels and gaps.")]
 _COMPARE_TRAIN = (
     "Also time hf: Hugging Face's model of the same shape; hf-mixed: the same with fp32 master "
     "weights, like ours; or bf16: our own model without fp8 (fp32 on a CPU)."
 )
 CompareTrain = Annotated[str | None, Option(help=_COMPARE_TRAIN)]
 AutoBatch = Annotated[bool, Option("--auto-batch", help="Find the largest micro-batch that fits.")]
-_OVERHEADS = "Measure guard, log, hashes and checkpoints separately."
+_OVERHEADS = "Also measure what guard, log, hashes and checkpoints cost."
 Overheads = Annotated[bool, Option("--overheads", help=_OVERHEADS)]
 
 app = typer.Typer(
-    help="Measure speed, and learning in context, relative to others.", no_args_is_help=True
+    help="Compare speed with other programs; measure learning in context.", no_args_is_help=True
 )
 
 
@@ -59,7 +59,7 @@ app = typer.Typer(
 def data(
     megabytes: Annotated[int, Option(min=1, help="Megabytes of the python corpus to use.")] = 128,
     compare: Annotated[
-        str | None, Option(help=f"datatrove: also time its pipelines, for minutes ({_DATATROVE}).")
+        str | None, Option(help=f"datatrove: also time it, which takes minutes ({_DATATROVE}).")
     ] = None,
     tenfold: Tenfold = False,
     as_json: AsJson = False,
@@ -175,7 +175,7 @@ def generate(
     rows: Annotated[int, Option(min=1, max=10**5, help="Prompts per call.")] = 8,
     prompt_tokens: Annotated[int, Option(min=1, max=10**6, help="Tokens of each prompt.")] = 64,
     new_tokens: Annotated[int, Option(min=1, max=10**6, help="Tokens to generate.")] = 128,
-    rounds: Annotated[int, Option(min=1, max=10**5, help="Timed calls; the median counts.")] = 3,
+    rounds: Annotated[int, Option(min=1, max=10**5, help="Timed calls, for the median.")] = 3,
     sets: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -212,7 +212,7 @@ def in_context(
     arch: Arch = None,
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 2500,
     rows: Annotated[int, Option(min=1, max=10**5, help="Rows per step.")] = 64,
-    test_rows: Annotated[int, Option(min=1, max=10**7, help="Rows to measure on.")] = 20_000,
+    test_rows: Annotated[int, Option(min=1, max=10**7, help="Rows of the final test.")] = 20_000,
     sets: Settings = None,
     as_json: AsJson = False,
 ) -> None:

@@ -34,9 +34,9 @@ _PAIRS = "Columns with the same text in two or more languages, such as en,de."
 Pairs = Annotated[str | None, Option(metavar="SOURCE,TARGET", help=_PAIRS)]
 # Options of prepare. One that is not given has the value of --config, or the recipe's default.
 Shards = Annotated[Path, output_option("--out", text="Directory for the shards.")]
-RecipeName = Annotated[str | None, Option(help="Recipe, a name in configs/data or a TOML file.")]
+RecipeName = Annotated[str | None, Option(help="Recipe: web, code or a TOML file.")]
 VocabSize = Annotated[int | None, Option(help="Pieces of the tokenizer to train (default: 4096).")]
-GivenTokenizer = Annotated[Path | None, Option(help="SentencePiece .model to encode with.")]
+GivenTokenizer = Annotated[Path | None, Option(help="SentencePiece .model (default: train one).")]
 Workers = Annotated[int | None, Option(min=1, help="Ray workers (default: all CPUs).")]
 Seed = Annotated[int | None, Option(min=0, help="Sampling seed (default: 0).")]
 _VALID_SHARE = "Share of the documents to hold out (default: 0.01)."
@@ -46,12 +46,12 @@ MalformedShare = Annotated[float, Option(min=0, max=1, help=_MALFORMED_SHARE)]
 _RECIPE_SETTINGS = "One setting of the recipe as KEY=VALUE, such as seed=1. Repeatable."
 RecipeSettings = Annotated[list[str] | None, Option("--set", help=_RECIPE_SETTINGS)]
 # Options of tokenizer.
-Kind = Annotated[str, Option(help="bpe, or unigram, which encodes several times slower.")]
-_SPECIALS = "Control piece, which text never produces. Repeatable (default: <pad> and <mask>)."
+Kind = Annotated[str, Option(help="bpe, or unigram, which is several times slower to encode.")]
+_SPECIALS = "Control piece to add; no text contains it. Repeatable (default: <pad> and <mask>)."
 Specials = Annotated[list[str] | None, Option(help=_SPECIALS)]
 _WEIGHTS = "Weight of a source in the sample, as SOURCE=WEIGHT. Repeatable (default: by size)."
 Weights = Annotated[list[str] | None, Option(help=_WEIGHTS)]
-_SAMPLE_BYTES = "Bytes of text to train on (default: by vocabulary)."
+_SAMPLE_BYTES = "Bytes of text to train on (default: by vocabulary size)."
 SampleBytes = Annotated[int | None, Option(min=1, help=_SAMPLE_BYTES)]
 PREPARE_EXAMPLES = examples(
     "launch data prepare --source python --out data/python",

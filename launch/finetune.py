@@ -29,23 +29,23 @@ EXAMPLES = options.examples(
 )
 _DATA = "JSON lines with prompt and answer; or text, label and optionally text2."
 Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="FILE", help=_DATA)]
-Run = Annotated[Path | None, Option("--run", help="Run to start from, or one checkpoint of it.")]
+Run = Annotated[Path | None, Option("--run", help="Run to start from, or a checkpoint of it.")]
 Init = Annotated[Path | None, Option(help="Model of `launch import`, instead of --run.")]
 Valid = Annotated[Path | None, Option(help="Held-out examples (default: a share of --data).")]
-Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
+Share = Annotated[float, Option(help="Share of --data held out without --valid.", min=0.0, max=0.9)]
 _OUT = "Run directory (default: RUN-FILE in runs/finetune)."
 Out = Annotated[Path | None, options.output_option(text=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]
-_RATE = "Peak learning rate (default: a quarter of pretraining's, with --lora ten times that)."
+_RATE = "Peak learning rate (default: a quarter of pretraining's; with --lora, 2.5 times)."
 Rate = Annotated[float | None, Option("--lr", help=_RATE)]
-_SEQ = "Tokens of a row; longer texts are cut (default: the longest, at most the model's)."
+_SEQ = "Tokens of a row; longer texts are cut (default: the longest text, up to the model's)."
 Seq = Annotated[int | None, Option(help=_SEQ, min=2)]
-_NUMBERS = "Predict labels as numbers; the default if any label has a fraction."
+_NUMBERS = "Predict numbers instead of classes; the default if a label has a decimal point."
 Regression = Annotated[bool, Option("--regression", help=_NUMBERS)]
-_LM = "Weight of the language-model loss, which is added to that of the labels; GPT used 0.5."
+_LM = "Weight of the language-model loss that is added to the labels' (default: 0; GPT: 0.5)."
 LmWeight = Annotated[float | None, Option(help=_LM, min=0.0, max=1e6)]
-_LORA = "Train only adapters of this rank for the blocks' matrices (LoRA)."
+_LORA = "Train only adapters of this rank (LoRA) and the head of the labels."
 Rank = Annotated[int | None, Option("--lora", help=_LORA, min=1)]
 _SCRATCH = "Start from new random weights instead of the run's, as a baseline."
 Scratch = Annotated[bool, Option("--scratch", help=_SCRATCH)]

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 TargetSize = Annotated[str | None, Option(help="Forecast a run of this model size, such as 1b.")]
 _TOKENS = "Training tokens (default with --size: as many per parameter as the ladder, or 20)."
 Tokens = Annotated[float | None, Option(help=_TOKENS)]
-_PARAMS = "Forecast a run with N parameters, counted as in the fitted points; needs --tokens."
+_PARAMS = "Forecast a run with this N, counted as in the fitted points; needs --tokens."
 Params = Annotated[float | None, Option(help=_PARAMS)]
-Flops = Annotated[float | None, Option(help="Forecast the best run for this compute.")]
+Flops = Annotated[float | None, Option(help="Forecast the best run with these training FLOPs.")]
 TargetLoss = Annotated[float | None, Option(help="Find the cheapest run that reaches this loss.")]
 _INFERENCE_TOKENS = (
     "Tokens to serve after training; with --target-loss or --flops, finds the best N and "
@@ -44,7 +44,7 @@ _INFERENCE_MFU = (
     "MFU of inference; a FLOP of inference costs as much as 0.4/MFU training FLOPs (default: 0.4)."
 )
 InferenceMfu = Annotated[float | None, Option(help=_INFERENCE_MFU, min=0.001, max=1)]
-Unique = Annotated[float | None, Option(help="Number of distinct tokens; others are repeats.")]
+Unique = Annotated[float | None, Option(help="Distinct training tokens; others are repeats.")]
 _TARGETS = "CSV of runs to forecast, with columns N, D (optional: C, run, experts, unique)."
 Targets = Annotated[Path | None, options.path_option(text=_TARGETS)]
 _GPUS = "Number of GPUs of --cluster, to compute the hours (default: 8)."
@@ -279,7 +279,7 @@ def _place(
     named = [name for name, value in zip(names, values, strict=True) if value is not None]
     problem = f"{' and '.join(named)} name {len(named)} targets; " if len(named) > 1 else ""
     if tokens is not None and len(named) == 1:
-        problem = f"--tokens {tokens:g} does not go with {named[0]}, which sets the length; "
+        problem = f"--tokens {tokens:g} has no effect with {named[0]}, which sets the length; "
     raise ConfigError(
         f"{problem}give one of --size S, --params N with --tokens D, --flops C, --target-loss L or "
         f"--targets FILE.csv"
@@ -387,7 +387,6 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
         if "worth_tokens" in found:
             value = f", worth {count(found['worth_tokens'])} new tokens"
         console.print(
-            f"{count(found['epochs'])} epochs{value} (constants of repetition from "
-            f"{found['repeats_from']}); with new data only, the loss would be "
-            f"{found['loss_with_new_data']:.4f}."
+            f"{count(found['epochs'])} epochs{value} (constants from {found['repeats_from']}); "
+            f"with new data only, the loss would be {found['loss_with_new_data']:.4f}."
         )

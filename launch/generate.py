@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 Prompt = Annotated[list[str] | None, Option(help="Text to continue. Repeatable.")]
 _SOURCE = "Text for an encoder-decoder to read, such as one to translate. Repeatable."
 Source = Annotated[list[str] | None, Option(help=_SOURCE)]
-_FILE = "File with one prompt or source per line, or .jsonl with a `prompt` or `source` each."
+_FILE = "File with a prompt or source per line; .jsonl has a `prompt` or `source` in each line."
 File = Annotated[Path | None, Option(help=_FILE)]
 To = Annotated[str | None, Option(help="Language to translate to, if the run has several.")]
 _FROM = "Language of the sources, if the run has more than two."
 From = Annotated[str | None, Option("--from", help=_FROM)]
-Shots = Annotated[Path | None, Option(help="File with examples, which is put before every prompt.")]
+Shots = Annotated[Path | None, Option(help="File with examples to put before every prompt.")]
 _TEMPERATURE = "Sampling temperature; 0 chooses the likeliest token."
 Temperature = Annotated[float, Option(help=_TEMPERATURE, min=0, max=1e6)]
 TopK = Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)]
-_TOP_P = "Sample from the likeliest tokens up to this share."
+_TOP_P = "Sample from the likeliest tokens whose probabilities add up to this share."
 TopP = Annotated[float, Option(help=_TOP_P, min=0, max=1)]
-Beam = Annotated[int | None, Option(help="Beam search of this width.", min=1, max=1000)]
+Beam = Annotated[int | None, Option(help="Beam search with this many beams.", min=1, max=1000)]
 Stream = Annotated[bool, Option("--stream", help="Print tokens as they come; one prompt only.")]
 AT_ONCE = 32  # prompts that are generated together
 MOST_LENGTHS = 16  # longest prompt or continuation, as a multiple of a training row
@@ -229,7 +229,7 @@ def _refuse_mixed(
 ) -> None:
     """Refuse options of `generate` that do not go together."""
     if not prompts:
-        raise ConfigError("no prompt; give --prompt TEXT, --source TEXT or a --file that has some")
+        raise ConfigError("there is no prompt; give --prompt TEXT, --source TEXT or --file FILE")
     if one_stream and (len(prompts) > 1 or beam or as_json):
         raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
     if beam and samples:

@@ -24,7 +24,7 @@ app = typer.Typer()
 @app.command(epilog=examples("launch status", "launch status runs/1b --json"))
 def status(
     paths: Annotated[
-        list[Path] | None, Argument(metavar="[RUN…]", help="Runs or directories of runs.")
+        list[Path] | None, Argument(metavar="[RUN…]", help="Runs, or directories of runs.")
     ] = None,
     as_json: JsonLines = False,
 ) -> None:
@@ -111,7 +111,7 @@ def _read_from(path: Path, start: int) -> bytes | None:
 @app.command(epilog=examples("launch cancel runs/1b", "launch cancel runs/1b --now"))
 def cancel(
     run: RunArgument,
-    now: Annotated[bool, Option("--now", help="Cancel at once, without a save.")] = False,
+    now: Annotated[bool, Option("--now", help="Cancel at once, without saving.")] = False,
 ) -> None:
     """End a run's job. It saves first and is not requeued; --resume --slurm continues it."""
     from pipeline.slurm import queue

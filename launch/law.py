@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from pipeline.scaling.study import Study
 
 FEW_RESAMPLES = 200  # of `launch forecast`, for the intervals of N* and D*
-_RESAMPLES = "Resamples for the standard errors; 0 for none."
+_RESAMPLES = "Bootstrap resamples for standard errors; 0 for none."
 Resamples = Annotated[int, Option(help=_RESAMPLES, min=0, max=100_000)]
-_FULL_GRID = "Use all 4,500 starts of Hoffmann et al.; slow."
+_FULL_GRID = "Start from all 4,500 points of Hoffmann et al., which is slow."
 FullGrid = Annotated[bool, Option("--full-grid", help=_FULL_GRID)]
 _FORECASTS_DIR = "Directory of registered forecasts (default: beside the runs)."
 ForecastsDir = Annotated[Path | None, options.path_option("--forecasts", text=_FORECASTS_DIR)]

@@ -56,28 +56,28 @@ Arch = Annotated[str | None, Option(help=_ARCH)]
 _RECIPE = "Training recipe, a name in configs/recipe (default: the architecture's, or adamw)."
 Recipe = Annotated[str | None, Option(help=_RECIPE)]
 Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
-ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]
-_SETTINGS = "One setting as KEY=VALUE, which overrides every other source. Repeatable."
+ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings of the run.")]
+_SETTINGS = "One setting as KEY=VALUE, which overrides all other sources. Repeatable."
 Settings = Annotated[list[str] | None, Option("--set", help=_SETTINGS)]
 
 # A trained run.
 RunPath = Annotated[Path, Option("--run", help="Run directory, or one checkpoint directory in it.")]
-_TOKENIZER_FILE = "SentencePiece model, if the run's data is elsewhere."
+_TOKENIZER_FILE = "SentencePiece model, if it is not in the run's data directory."
 TokenizerFile = Annotated[Path | None, Option("--tokenizer", help=_TOKENIZER_FILE)]
 
 # Where runs or points are read from, and the law fitted to them.
 _RUNS_DIR = "Directory of runs, such as runs/demo."
 RunsDir = Annotated[Path | None, path_option("--runs", text=_RUNS_DIR)]
-_EXPERIMENT = "Experiment name: runs/NAME if it exists, otherwise the MLflow store."
+_EXPERIMENT = "Experiment: the runs in runs/NAME if it exists, otherwise those in MLflow."
 Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
 _POINTS_FILE = "CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention)."
 PointsFile = Annotated[Path | None, path_option("--points", text=_POINTS_FILE)]
 _LAW = (
     "Law to fit: auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
-    "data-constrained, compute or power."
+    "data-constrained, compute or power (docs/SCALING.md)."
 )
 Law = Annotated[str, Option(help=_LAW)]
-_CURVES = "Also use held-out losses before the decay, lowered by the gain of the decay."
+_CURVES = "Also use held-out losses before the decay, lowered by what the decay gains."
 Curves = Annotated[bool, Option("--curves", help=_CURVES)]
 DropHighest = Annotated[int, Option(help="Leave out this many of the largest losses.", min=0)]
 

@@ -23,21 +23,21 @@ SHIPPED = "Sweep file, or a shipped sweep: cpu, gpu, ladder, isoflop or syntheti
 File = Annotated[str, Argument(help=SHIPPED)]
 PlanFile = Annotated[str | None, Argument(help=f"{SHIPPED} (default with --target-size: ladder)")]
 Budget = Annotated[float | None, Option(help="FLOPs for all runs, instead of the file's budgets.")]
-Hours = Annotated[float | None, Option(help="Hours on the sweep's GPUs for all runs together.")]
-_EARLIER = "CSV of earlier runs; their law centers the grid."
+Hours = Annotated[float | None, Option(help="The same in hours on the sweep's GPUs.")]
+_EARLIER = "CSV of earlier runs, whose law gives the best size for each budget."
 Earlier = Annotated[Path | None, Option("--points", help=_EARLIER)]
-_DATA = "Prepared data, instead of the sweep's `data`; sets the vocabulary."
+_DATA = "Prepared data, instead of the sweep's `data`; it sets the vocabulary."
 Data = Annotated[Path | None, Option(help=_DATA)]
-_MFU = "MFU from which to compute times, instead of the planner's estimates."
+_MFU = "MFU from which to compute times (default: as the planner predicts)."
 Mfu = Annotated[float | None, Option(help=_MFU, min=0.001, max=1)]
-_TARGET_SIZE = "Size to forecast; simulates how wide the forecast's interval will be."
+_TARGET_SIZE = "Size to forecast, to simulate how wide the interval of its forecast will be."
 TargetSize = Annotated[str | None, Option(help=_TARGET_SIZE)]
 _TARGET_TOKENS = "Training tokens of --target-size (default: 20 per parameter)."
 TargetTokens = Annotated[float | None, Option(help=_TARGET_TOKENS)]
 _WANTED_WIDTH = "Propose the cheapest ladder whose interval has this half width, such as 3%."
 WantedWidth = Annotated[str | None, Option("--width", help=_WANTED_WIDTH)]
 _MEASURED_NOISE = "Ladders measured so far scatter 0.8% to 1.5%"
-_NOISE = f"Simulated scatter of runs around a law (default: 0.3%). {_MEASURED_NOISE}."
+_NOISE = f"Scatter of the simulated runs (default: 0.3%). {_MEASURED_NOISE}."
 Noise = Annotated[str | None, Option(help=_NOISE)]
 Save = Annotated[Path | None, Option(help="Write the proposed ladder to this sweep file.")]
 

@@ -40,35 +40,37 @@ Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` list
 Data = Annotated[Path | None, options.path_option(text="Directory made by `launch data prepare`.")]
 _OUT = "Run directory (default: SIZE in runs/EXPERIMENT)."
 Out = Annotated[Path | None, options.output_option(text=_OUT)]
-_NPROC = "Processes per node (default: one per GPU; with --resume as before)."
+_NPROC = "Processes per node (default: one per GPU, or 1; with --resume, as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 # With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).
-_LAYOUT = "(default: the fastest layout if --cluster has rates, else {})"
+_LAYOUT = "(default: that of the fastest layout if --cluster has rates, else {})"
 Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3 {_LAYOUT.format(1)}.")]
-_EP = f"Ranks to distribute the experts over {_LAYOUT.format(1)}."
+_EP = f"Ranks over which the experts are distributed {_LAYOUT.format(1)}."
 Ep = Annotated[int | None, Option(help=_EP)]
-Sp = Annotated[int | None, Option(help="Ranks that share each long sequence (default: 1).")]
-_ENGINE = "Engine: deepspeed (the default), or accelerate, a second one for tests."
+Sp = Annotated[int | None, Option(help="Ranks that share each sequence (default: 1).")]
+_ENGINE = "Engine: deepspeed, or accelerate for comparisons (default: deepspeed)."
 Engine = Annotated[str | None, Option(help=_ENGINE)]
-Steps = Annotated[int | None, Option(help="Length of the run in optimizer steps.")]
-Tokens = Annotated[float | None, Option(help="Length of the run in tokens, such as 1e9.")]
-Flops = Annotated[float | None, Option(help="Length of the run in training FLOPs.")]
+Steps = Annotated[int | None, Option(help="Run length in optimizer steps.")]
+Tokens = Annotated[float | None, Option(help="Run length in tokens (default: 20 per parameter).")]
+Flops = Annotated[float | None, Option(help="Run length in training FLOPs, such as 1e18.")]
 _DTYPE = "Precision: fp32 or bf16 (default: bf16 on GPUs, fp32 on CPUs)."
 DtypeName = Annotated[str | None, Option("--dtype", help=_DTYPE)]
 _BATCH = "Use the largest micro-batch that fits, found by trial."
 AutoBatch = Annotated[bool, Option("--auto-batch", help=_BATCH)]
-Init = Annotated[Path | None, Option(help="Start from the weights of this run or import.")]
-Resume = Annotated[bool, Option("--resume", help="Continue the run in --out bit for bit.")]
-Branch = Annotated[Path | None, Option(help="Branch off this longer run before its WSD decay.")]
-Experiment = Annotated[str | None, Option(help="Name of the experiment, also in MLflow.")]
-Seed = Annotated[int | None, Option(help="Random seed for weights and data order.", min=0)]
+Init = Annotated[Path | None, Option(help="Run or import whose weights to start from.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the run in --out exactly.")]
+Branch = Annotated[Path | None, Option(help="Longer run to branch off before its WSD decay.")]
+_EXPERIMENT = "Name of the experiment, also in MLflow (default: isoflop; fine-tuning: finetune)."
+Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
+Seed = Annotated[int | None, Option(help="Seed for weights and data (default: 1234).", min=0)]
 Track = Annotated[bool, Option("--track/--no-track", help="Also send the log to MLflow.")]
 Slurm = Annotated[bool, Option("--slurm", help="Submit a SLURM job that requeues itself.")]
-_NODES = "Number of nodes, such as 4, or 2-4 for as many as are free (default: 1)."
+_NODES = "Nodes of the job, such as 4, or 2-4 for as many as are free (default: 1)."
 NodeCount = Annotated[str | None, Option(help=_NODES)]
 _GPUS = "GPUs per node of the job; 0 trains on CPUs (default: --nproc, or the cluster's)."
 Gpus = Annotated[int | None, Option(help=_GPUS, min=0, max=100_000)]
-Time = Annotated[str | None, Option(help="Time limit of the job, such as 24:00:00 or 2-12.")]
+_TIME = "Time limit of the job: 24:00:00, or 2-12 for 2 days 12 hours (default: the cluster's)."
+Time = Annotated[str | None, Option(help=_TIME)]
 DryRun = Annotated[bool, Option("--dry-run", help="Print the job instead of submitting it.")]
 
 

@@ -31,12 +31,12 @@ app.command(
     )
 )(plan)
 
-Jobs = Annotated[int, Option(help="Runs at a time.", min=1)]
+Jobs = Annotated[int, Option(help="Runs to train at the same time.", min=1)]
 _OUT = "Directory of the runs (default: runs/EXPERIMENT)."
 Out = Annotated[Path | None, output_option(text=_OUT)]
 Track = Annotated[bool, Option("--track/--no-track", help="Send runs to MLflow too.")]
-Slurm = Annotated[bool, Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
-_GPUS_PER_NODE = "GPUs of a run (default: one per process, 0 without a cluster)."
+Slurm = Annotated[bool, Option("--slurm", help="Submit a job array of --jobs runs at a time.")]
+_GPUS_PER_NODE = "GPUs per run (default: one per process; 0 if the sweep has no cluster)."
 GpusPerNode = Annotated[int | None, Option(help=_GPUS_PER_NODE, min=0)]
 After = Annotated[str | None, Option(help="Submit after this SLURM job has succeeded.")]
 ThenFit = Annotated[bool, Option("--fit", help="Submit another job that fits the law afterwards.")]

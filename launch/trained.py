@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 MOST_PROCESSES = 8  # or as many as there are CPUs, if these are more; each loads the model
 
 Data = Annotated[Path | None, Option(help="Prepared data (default: the data of the run).")]
-_BATCHES = "Held-out batches (default: those of training)."
+_BATCHES = "Held-out batches (default: as many as in training)."
 Batches = Annotated[int | None, Option(min=1, help=_BATCHES)]
 _TASKS = "File of questions (JSON lines), or the name of a task of lm-eval. Repeatable."
 Tasks = Annotated[list[str] | None, Option(help=_TASKS)]
-_QUESTIONS = "Questions per task, evenly spaced (lm-eval: the first; default: all)."
+_QUESTIONS = "Questions per task, evenly spaced; for lm-eval, the first ones (default: all)."
 Questions = Annotated[int | None, Option(min=1, help=_QUESTIONS)]
-Shots = Annotated[int | None, Option(min=0, help="Examples before each question (lm-eval only).")]
+Shots = Annotated[int | None, Option(min=0, help="Examples before each question; lm-eval only.")]
 TaskDir = Annotated[Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")]
 Nproc = Annotated[int | None, Option(min=1, help="Processes for the tasks (default: one per GPU).")]
 To = Annotated[Path, output_option(text="Directory to write, for transformers' Auto classes.")]
@@ -92,7 +92,7 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
     model, config = load_model(run, dtype=dtype, device=world.device)
     where = data or config.data.dir
     if where is None:
-        raise ConfigError(f"{run} names no data; give --data DIR")
+        raise ConfigError(f"{run} does not name its data; give --data DIR")
     corpus = Corpus.open(Path(where))
     remedy = "give data made with its tokenizer"
     # Two tokenizers of the same size fit the same model, and the loss would mean nothing.
@@ -183,9 +183,8 @@ def _refuse_options(
             problem = "not a regular file" if Path(name).exists() else "no such file"
             raise ConfigError(f"--tasks {name}: {problem}; check the path")
         if not name or Path(name).is_dir():
-            raise ConfigError(
-                f"--tasks {name!r} is no file of questions; give one, or a task's name"
-            )
+            text = f"--tasks {name!r} is not a file"
+            raise ConfigError(f"{text}; give a file of questions, or the name of a task of lm-eval")
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-dir {folder} is not a directory; give one with YAML files")
     for option, value in (("shots", shots), ("task-dir", folder)):

@@ -16,8 +16,8 @@ from pipeline.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from pipeline.bench.equivalence import Layout, Outcome
 
-Processes = Annotated[int, Option("--nproc", min=1, help="Ranks; on GPUs, one per GPU.")]
-_LAYOUTS = "Layouts to compare: all, or printed names, separated by commas."
+Processes = Annotated[int, Option("--nproc", min=1, help="Processes; on GPUs, one per GPU.")]
+_LAYOUTS = "Layouts to compare: all, or names from the printed table, separated by commas."
 Layouts = Annotated[str, Option("--layouts", help=_LAYOUTS)]
 Dtype = Annotated[str, Option(help="Precision: fp32 or bf16.")]
 

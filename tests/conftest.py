@@ -18,7 +18,7 @@ from tests import forks
 
 # Before torch is imported: `make test` runs several workers side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-gc.disable()  # until all is collected: a fifth of each worker's start would be searches for garbage
+gc.disable()  # off until all tests are collected: it would take a fifth of each worker's start
 # Building all commands takes longer than most of those that tests run in this process.
 typer.main.get_command = functools.cache(typer.main.get_command)
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -87,7 +87,7 @@ SLOW = (
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without slow tests, import no file that has nothing else: imports are most of its cost."""
+    """Without slow tests, skip files that have no others, because importing them is expensive."""
     if "not slow" not in config.option.markexpr:
         return None
     within = collection_path.relative_to(Path(__file__).parent).as_posix()

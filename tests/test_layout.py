@@ -66,7 +66,7 @@ def test_bytes_of_experts_by_hand():
 def test_bytes_of_shared_sequences_by_hand():
     """Llama-3 8B: 32 layers, 32 query and 8 key/value heads of 128. Over 16 ranks each key/value head is on two."""
     model = load(size="7b", arch="llama3", sets=["model.seq=32768"]).model
-    tokens = 3 * 2 * 32768 // 16  # of a rank
+    tokens = 3 * 2 * 32768 // 16  # of one rank
     sent = traffic(model, Layout(16, 1, micro_batch=2, sp=16), dtype="bf16", micros=3)
     # forward and backward
     assert sent.heads == 2 * tokens * 32 * (32 + 16 + 16 + 32) * 128 * 2 * 15 // 16
@@ -113,7 +113,7 @@ def test_the_update_by_hand():
     every, matrices = count.total, count.total - count.embedding
     whole = {
         0: 2 * every + 4 * every,  # all in fp32 at once
-        1: 2 * every + 2 * every // 4,  # as those of this rank are copied out of all
+        1: 2 * every + 2 * every // 4,  # while those of this rank are copied from all
         2: 2 * every // 4 + (2 + 4) * (matrices // 4),
         3: 2 * every // 4 + (2 + 4) * (matrices // 4),
     }
@@ -132,7 +132,7 @@ def test_the_update_by_hand():
 
 
 def test_a_step_by_hand():
-    """1b on two nodes of H100, ZeRO-1: every term written out once more."""
+    """1b on two nodes of H100 at ZeRO-1, with every term computed here again."""
     c = config("1b", "dense", 16, rows=128)
     e = estimate(c, Layout(16, 1, micro_batch=8))
     matmul, attention, psi = 6_241_124_352, 402_653_184, 1_107_367_936
@@ -157,7 +157,7 @@ def test_more_of_anything_costs_what_it_should():
     rates = c.cluster.rates.model_copy(update={"inter_bytes_s": 1e9})
     slow = changed(c, {"cluster.rates": rates})
     assert at(slow).collectives_s > at().collectives_s and at(slow).compute_s == at().compute_s
-    # beyond the node, and none
+    # beyond the node, and to no other rank
     assert at(ep=16).exchanges_s > 2 * at(ep=8).exchanges_s > 0 == at(ep=1).exchanges_s
     assert at(recompute=True).compute_s > 1.2 * at().compute_s
     assert at(recompute=True).memory.total < at().memory.total
@@ -235,7 +235,7 @@ def test_a_refusal_names_the_nearest_layout_that_works(size, arch, ranks, memory
         fit(size, ranks, sets)
     message = str(refused.value)
     assert "\n" not in message and all(word in message for word in words), message
-    if "; try" in message or "; use" in message:  # and it does work
+    if "; try" in message or "; use" in message:  # and the remedy works
         remedy = re.split("; (?:try|use) ", message)[-1].partition(", or ")[0]
         named = settings_in(remedy)
         fit(named.pop("size", size), int(named.pop("nproc", ranks)), {**sets, **named})
@@ -272,9 +272,9 @@ def test_cpu_memory_excludes_states_that_are_offloaded_to_disk(optimizer, params
 @pytest.mark.parametrize(
     ("shared", "gib", "first", "then"),
     [
-        # needs about 110.9 GiB, of all 24 rows at once 168.3
+        # this needs about 110.9 GiB; all 24 rows at once need 168.3
         (False, 139.8, 12, [8, 6, 4, 3, 2, 1]),
-        (False, 152, 24, [12, 8, 6, 4, 3, 2, 1]),  # which is within its error: a trial decides
+        (False, 152, 24, [12, 8, 6, 4, 3, 2, 1]),  # within its error: a trial decides
         (True, 200, 8, [6, 4, 3, 2, 1]),  # 174.7, in fp32; the 216.7 of 12 would be within it too
     ],
 )

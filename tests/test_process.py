@@ -1,4 +1,4 @@
-"""Output that never blocks, stop requests, and files that are not to be replaced."""
+"""Output that never blocks, stop requests, and files that must not be replaced."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def test_a_pipe_that_nobody_reads_does_not_block_its_writer():
     assert time.monotonic() - began < 5
     received = os.read(reader, 1 << 16)
     assert received.startswith(b"x" * 100 + b"\n")
-    os.close(reader)  # `| head` ends: the rest is dropped, and nobody fails
+    os.close(reader)  # when `| head` ends, the rest is dropped without an error
     output.drain(timeout_s=10)
     print("more", file=output)
     output.drain(timeout_s=10)

@@ -51,7 +51,7 @@ def fork(ranks: int, work: Callable[[World], object]) -> None:
 
 
 def launch(arguments: list[object]) -> None:
-    """The command line, with ranks that are forked here instead of started."""
+    """Run a command; its ranks are forked here instead of started."""
     from launch import __main__ as command_line
     from pipeline.train import supervisor as start
 

@@ -48,12 +48,12 @@ def refuse_distill(
     """Return why a run cannot be distilled from its teacher, and the remedy; empty if it can."""
     key = f"distill.teacher={distill.teacher}"
     if objective.kind in ("replaced", "labels"):
-        text = f'{key} with objective.kind="{objective.kind}", which predicts no tokens'
+        text = f'{key} conflicts with objective.kind="{objective.kind}", which predicts no tokens'
         return f"{text}; remove distill"
     if sp > 1:
-        return f"{key} with parallel.sp={sp}, but a teacher reads whole rows; use --sp 1"
+        return f"{key} conflicts with parallel.sp={sp}: teachers read whole rows; use --sp 1"
     if packed and distill.hidden:
-        text = f'distill.hidden={distill.hidden} with data.packing="best-fit", which has padding'
+        text = f'distill.hidden={distill.hidden} conflicts with padding of data.packing="best-fit"'
         return f"{text}; set distill.hidden=0"
     teacher = distill.model
     if teacher is None:

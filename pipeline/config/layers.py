@@ -289,7 +289,7 @@ def parse_set(text: str) -> dict[str, Any]:
     """Parse `a.b=c` into a nested table. A value that is not valid TOML is a string."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"--set {text!r} is not of the form key.subkey=value")
+        raise ConfigError(f"--set {text!r} is not of the form KEY=VALUE, such as seed=1")
     try:
         parsed: Any = tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:

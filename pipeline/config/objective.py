@@ -222,7 +222,7 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
         return f"model.seq={model.seq} is too short for {key}; use at least {least}"
     lengths = objective.lengths(model.seq, model.source_seq)
     if lengths != (model.seq, model.source_seq):
-        text = f"model.seq={model.seq} and model.source_seq={model.source_seq} do not go with {key}"
+        text = f"model.seq={model.seq} and model.source_seq={model.source_seq} do not match {key}"
         return f"{text}; set model.seq={lengths[0]} and model.source_seq={lengths[1]}"
     if isinstance(objective, Spans | Mixture):
         spans = objective.most_spans(objective.text_length(model.seq, model.source_seq))
@@ -239,14 +239,14 @@ def _refuse_two_losses(objective: Objective, model: Model, *, apart: bool) -> st
             text = f"objective.trained={str(objective.trained).lower()}"
             return f"{text} with model.generator={model.generator}; remove one of the two settings"
         if objective.trained and apart:
-            text = "model.generator with documents kept apart, whose padding would be predicted"
+            text = "model.generator conflicts with separate documents: padding would be predicted"
             return f'{text}; remove data.documents=true and data.packing="best-fit"'
     pairs = isinstance(objective, Masked) and objective.pairs != "none"
     rate = objective.rate if isinstance(objective, Masked | Replaced) else 0.0
     if (pairs or model.generator is not None) and rate > LEAST_WORD_SHARE:
         # Rows of short documents would mask fewer tokens than others, but count the same.
         also = "objective.pairs" if pairs else "model.generator"
-        text = f"objective.rate={rate} with {also}: some rows have too few words"
+        text = f"objective.rate={rate} is too high for {also}: some rows have too few words"
         return f"{text}; set objective.rate to at most {LEAST_WORD_SHARE}"
     return ""
 

@@ -318,14 +318,15 @@ class RunSpec(Frozen):
             require(isinstance(self.model.ffn, FFN), f"{text}; train all weights instead")
             text = f"{key} needs optim.optimizer.kind=adamw, got {self.optim.optimizer.kind}"
             require(self.optim.optimizer.kind == "adamw", f"{text}; use --recipe adamw")
-            require(not self.train.fp8, f"{key} with train.fp8=true; remove one of them")
+            require(not self.train.fp8, f"{key} conflicts with train.fp8=true; remove one")
         return self
 
     @model_validator(mode="after")
     def _rows_are_whole(self) -> Self:
         """The head of a row reads one token, which one of the ranks that share the row has."""
         shared = self.objective.examples and self.parallel.sp > 1
-        text = f'parallel.sp={self.parallel.sp} with objective.kind="{self.objective.kind}"'
+        kind = self.objective.kind
+        text = f'parallel.sp={self.parallel.sp} conflicts with objective.kind="{kind}"'
         require(not shared, f"{text}, whose rows are short; remove it")
         fills = self.model.generator is not None and self.parallel.sp > 1
         require(not fills, f"{text}, whose generator reads whole rows; remove it")
@@ -339,7 +340,7 @@ class RunSpec(Frozen):
             stack = self.model.stack
             text = f'{tasks} needs a decoder, got model.stack="{stack}"; remove it'
             require(stack == "decoder", text)
-            shared = f"{tasks} with parallel.sp={self.parallel.sp}, which cuts questions"
+            shared = f"{tasks} conflicts with parallel.sp={self.parallel.sp}, which cuts questions"
             require(self.parallel.sp == 1, f"{shared}; {remedy}")
         return self
 
@@ -354,7 +355,7 @@ class RunSpec(Frozen):
         kind = self.objective.kind
         causal = kind == "causal" and self.model.stack == "decoder"
         require(causal, f'{asked} needs objective.kind="causal", got "{kind}"; remove it')
-        text = f"{asked} with parallel.sp={self.parallel.sp}, which cuts rows; remove one"
+        text = f"{asked} conflicts with parallel.sp={self.parallel.sp}, which cuts rows; remove one"
         require(self.parallel.sp == 1, text)
         require(seq >= 16, f"{asked} needs model.seq of 16 or more, got {seq}; remove it")
         ordered = early < late <= seq

@@ -84,12 +84,12 @@ class Model(Design):
             require(plain, f"{text}; latent attention has no values to add to: remove it")
             text = 'stack="encoder-decoder" needs attention.kind="gqa", got "mla"'
             require(self.stack != "encoder-decoder", text)
-        text = "share_layers with attention.global_every, which differs by layer; remove one"
-        require(not (self.share_layers and a.global_every), text)
+        text = "share_layers conflicts with attention.global_every, which differs by layer"
+        require(not (self.share_layers and a.global_every), f"{text}; remove one")
         text = 'share_layers needs ffn.kind="ffn": a router balances one layer'
         require(not (self.share_layers and isinstance(self.ffn, parts.MoE)), text)
-        text = 'attention.scaled=false with parametrization="mup", which scales scores; remove one'
-        require(a.scaled or self.mup is None, text)
+        text = 'attention.scaled=false conflicts with parametrization="mup", which scales scores'
+        require(a.scaled or self.mup is None, f"{text}; remove one")
         rank = self.embedding_rank or 1
         require(rank <= self.width, f"embedding_rank={rank} is above width={self.width}")
         if isinstance(self.ffn, parts.MoE):
@@ -117,8 +117,8 @@ class Model(Design):
             require(not single, text)
         if self.nope_every is not None:
             by_layer = isinstance(self.position, parts.RoPE | parts.RelativeBias | parts.ALiBi)
-            text = f'nope_every={self.nope_every} with position.kind="{self.position.kind}"'
-            require(by_layer, f"{text}: not a position by layer; use rope, relative or alibi")
+            text = f'nope_every={self.nope_every} conflicts with "{self.position.kind}" positions'
+            require(by_layer, f"{text}; use rope, relative or alibi")
         if isinstance(self.position, parts.Sinusoidal):
             even = self.input_width % 2 == 0
             require(even, f"width={self.input_width} is odd; sinusoidal needs pairs")

@@ -98,7 +98,7 @@ class Design(Frozen):
         text = "embedding_std replaces the std of scaled_embedding=true; use --recipe adamw"
         require(not (self.scaled_embedding and self.embedding_std), text)
         scaled_twice = self.mup is not None and self.init == "fan_in"
-        text = 'init="fan_in" with parametrization="mup", which scales by the inputs itself'
+        text = 'init="fan_in" conflicts with parametrization="mup", which scales by inputs itself'
         require(not scaled_twice, f"{text}; use --recipe adamw")
         return self
 
@@ -108,7 +108,7 @@ class Design(Frozen):
         require(both or not self.own_encoder_embedding, f"own_encoder_embedding=true {text}")
         one = isinstance(self.share_layers, str)
         require(both or not one, f'share_layers="{self.share_layers}" {text}; use true')
-        text = 'has no meaning with stack="encoder-decoder"; remove it'
+        text = 'does not work with stack="encoder-decoder"; remove it'
         for key in ("value_embeddings", "smear", "residual_scales", "backout", "segments"):
             require(not both or not getattr(self, key), f"{key}={getattr(self, key)} {text}")
         require(not both or not self.parallel_block, f"parallel_block=true {text}")
@@ -120,14 +120,12 @@ class Design(Frozen):
         text = f'head="replaced" needs stack="encoder", got "{self.stack}"'
         require(not replaced or self.stack == "encoder", text)
         require(not replaced or not self.tied, 'head="replaced" has no rows to tie; set tied=false')
-        text = (
-            f'logit_softcap={self.logit_softcap} with head="replaced", which has no cap; remove it'
-        )
+        text = f'logit_softcap={self.logit_softcap} conflicts with head="replaced"; remove it'
         require(not replaced or self.logit_softcap is None, text)
         if self.generator is not None:
             text = f'generator={self.generator} needs head="replaced"'
             require(replaced, f'{text}, got "{self.head}"; remove it')
             require(self.mup is None, f"{text} without muP; remove it")
         by_layer = [self.value_embeddings, self.nope_every, not self.first_norm]
-        text = "share_layers with value_embeddings, nope_every or first_norm=false, which differ by"
-        require(not (self.share_layers and any(by_layer)), f"{text} layer; remove one of them")
+        text = "share_layers conflicts with value_embeddings, nope_every and first_norm=false"
+        require(not (self.share_layers and any(by_layer)), f"{text}, which differ by layer")

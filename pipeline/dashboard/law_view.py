@@ -157,8 +157,7 @@ def in_words(done: Study, points: Points, ratio: float | None) -> str:
         beyond = f" That would be a run of {run}, far outside of these runs."
     words = (
         f"Up to the largest run ({power(top)} FLOPs), ten times the compute lowers the held-out "
-        f"loss by about {1 - loss[1] / loss[0]:.1%}. Ten times more compute would give "
-        f"{loss[2]:.3f}"
+        f"loss by about {1 - loss[1] / loss[0]:.1%}. Ten times more would give {loss[2]:.3f}"
     )
     if not math.isfinite(high[2]):
         return f"{words}; these runs do not determine an interval.{beyond}{where}"

@@ -227,7 +227,7 @@ class RunLog:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as it is known now."""
+    """What is known about a run now."""
 
     record: Record
     log: RunLog

@@ -176,7 +176,7 @@ def _tagged(tag: str, known: str | None, content: Callable[[], bytes]) -> Respon
 
 
 class Guard:
-    """Check origin and token of every request, and add the policy to every answer."""
+    """Check origin and token of every request, and add the security policy to every answer."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self.app = app

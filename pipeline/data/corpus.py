@@ -66,9 +66,8 @@ class Corpus:
         if config.model.vocab < pieces + special:
             more = f" and the {special:,} special ids of the objective" if special else ""
             raise DataError(
-                f"model.vocab={config.model.vocab:,} is smaller than the {pieces:,} of the "
-                f"tokenizer in {self.path}{more}; "
-                f"set model.vocab={padded_vocab(pieces, config.objective)}"
+                f"model.vocab={config.model.vocab:,} is below the {pieces:,} of the tokenizer in "
+                f"{self.path}{more}; set model.vocab={padded_vocab(pieces, config.objective)}"
             )
         stops = config.objective.stops if isinstance(config.objective, Denoise) else ()
         if max(stops, default=0) >= pieces:
@@ -105,7 +104,7 @@ class Corpus:
             lengths = self.lengths(shard)
             if (lengths[:-1] != length).any() or lengths[-1] != 1:
                 raise DataError(
-                    f"{self.path}: not examples in rows of {length} tokens; make them with "
+                    f"{self.path}: not made of examples in rows of {length} tokens; make them with "
                     f"`launch finetune`, whose --seq is the length of a row{otherwise}"
                 )
 
@@ -114,8 +113,7 @@ class Corpus:
         if data.hash != self.manifest.hash:
             raise RunError(
                 f"data.dir={data.dir} contains other data ({self.manifest.hash}) than the run "
-                f"started with ({data.hash}); restore the data or start a new run with another "
-                "--out"
+                f"started with ({data.hash}); restore it, or give another --out for a new run"
             )
 
     def too_small(self, split: str, seq: int) -> DataError:

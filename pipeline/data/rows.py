@@ -100,9 +100,7 @@ def label_names(
                 f"{train[0].label!r}; labels are all texts or all numbers"
             )
     if numbers and texts:
-        raise DataError(
-            f"{train[0].where}: label={train[0].label!r} is a text; leave --regression out"
-        )
+        raise DataError(f"{train[0].where}: label={train[0].label!r} is text; remove --regression")
     classes: list[Any] = sorted({row.label for row in train})
     if len(classes) < 2:
         text = f"every label of the {len(train)} training examples is {classes[0]!r}"

@@ -88,15 +88,14 @@ def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
     found = [family for family in FAMILIES if family.kind == kind]
     if not found:
         known = nearest(kind, [family.kind for family in FAMILIES])
-        raise ConfigError(f"model_type={kind!r} in config.json has no counterpart here{known}")
+        raise ConfigError(f"model_type={kind!r} in config.json is not supported{known}")
     # Some kinds have several classes, of which the first has every part.
     classes = theirs.get("architectures") or []
     family = next((each for each in found if each.architecture in classes), found[0])
     for key, value in family.fixed.items():
         if theirs.get(key, value) != value:
-            raise ConfigError(
-                f"{key}={theirs[key]!r} in config.json has no counterpart here, only {value!r}"
-            )
+            text = f"{key}={theirs[key]!r} in config.json is not supported"
+            raise ConfigError(f"{text}; it must be {value!r}")
     return _read(theirs, family), family
 
 
@@ -107,7 +106,7 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
         names = family.values.get(key, {})
         if names and value not in names:
             known = ", ".join(map(repr, names))
-            raise ConfigError(f"{key}={value!r} in config.json is none of {known}")
+            raise ConfigError(f"{key}={value!r} in config.json must be one of {known}")
         # A key that is missing or null leaves our default. Our own class has keys of every kind.
         if value is not None and _exists(ours, table):
             table = merge(table, nested(ours, names[value] if names else value))

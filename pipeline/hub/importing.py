@@ -252,9 +252,8 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
         cfg, family = from_hub_config(hub.to_dict())
         # Refuse a hostile size before transformers allocates memory for the comparison.
         if cfg.vocab * cfg.width > weights.bytes:
-            raise DataError(
-                f"vocab_size × hidden_size = {cfg.vocab} × {cfg.width} exceeds the files"
-            )
+            text = f"vocab_size × hidden_size = {cfg.vocab} × {cfg.width}"
+            raise DataError(f"{text} exceeds the files; correct config.json")
         # Some files lack the layers for multi-token prediction that their config.json counts.
         if f"model.layers.{cfg.layers}.enorm.weight" not in weights.names:
             cfg = cfg.model_copy(update={"mtp": 0})
@@ -263,7 +262,7 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
     except UserError as error:
         raise type(error)(f"{where}: {error}") from None
     except Exception as error:  # transformers and torch raise any class for a bad value
-        raise DataError(f"{where} describes no model: {first_line(error)}") from None
+        raise DataError(f"{where} does not describe a model: {first_line(error)}") from None
 
 
 # ── Parity ───────────────────────────────────────────────────────────────────────────────────────

@@ -64,8 +64,8 @@ def _read_rope(theirs: Mapping[str, Any], *, scores: bool = False) -> Table:
     partial = given.get("partial_rotary_factor", 1.0)
     if partial != 1 or kind not in ("default", *_SCALINGS):
         raise ConfigError(
-            f"rope_type={kind!r}, partial_rotary_factor={partial} in config.json have no "
-            f"counterpart here, only all channels under default, {', '.join(_SCALINGS)}"
+            f"rope_type={kind!r} with partial_rotary_factor={partial} in config.json is not "
+            f"supported; supported: default, {', '.join(_SCALINGS)}, each with a factor of 1"
         )
     if kind == "default":
         return {"position": rope}
@@ -96,8 +96,8 @@ def layer_types(model: Model) -> list[str]:
 
 def _check_regular(key: str, what: str, layers: list[int], regular: range) -> None:
     if layers != list(regular):
-        text = f"{key} in config.json: the {what} layers, {layers}, have no regular step"
-        raise ConfigError(f"{text} and so no counterpart here")
+        text = f"{key} in config.json: the {what} layers {layers} are not evenly spaced"
+        raise ConfigError(f"{text}, which is not supported")
 
 
 def _write_windows(model: Model) -> Table:
@@ -211,8 +211,8 @@ def _read_sides(theirs: Mapping[str, Any]) -> Table:
     for key in ("ffn_dim", "attention_heads"):
         sides = theirs[f"encoder_{key}"], theirs[f"decoder_{key}"]
         if sides[0] != sides[1]:
-            text = f"encoder_{key}={sides[0]} and decoder_{key}={sides[1]} in config.json differ"
-            raise ConfigError(f"{text}; here both sides have the same")
+            text = f"encoder_{key}={sides[0]} and decoder_{key}={sides[1]} in config.json"
+            raise ConfigError(f"{text} must be equal")
     longest = theirs["max_position_embeddings"]
     return {"seq": longest, "source_seq": longest}
 
@@ -236,7 +236,7 @@ def _read_electra(theirs: Mapping[str, Any]) -> Table:
 
 def _refuse_no_segments(model: Model) -> Table:
     if not model.segments:
-        raise ConfigError("model.segments=0: BERT's classes always look up a segment")
+        raise ConfigError("model.segments=0: BERT's classes need a segment; set model.segments=2")
     return {}
 
 

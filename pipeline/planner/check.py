@@ -49,14 +49,14 @@ def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
     dtype = choose_dtype(spec, gpu=gpu)
     ddp = parallel.engine == "accelerate"
     if ddp and least:
-        found.append("engine accelerate has no shards for parallel.offload to move")
+        found.append("parallel.engine=accelerate has no shards that parallel.offload could move")
         ddp = False  # the checks below assume the remedy
         change["engine"] = "deepspeed"
     if zero != "auto" and zero < least:
         found.append(f"parallel.offload needs the shards of ZeRO-{least}, not zero={zero}")
         change["zero"] = least
     if ddp and (zero not in (0, "auto") or dtype == "bf16"):
-        found.append(f"engine accelerate is plain fp32 DDP, not zero={zero} in {dtype}")
+        found.append(f"parallel.engine=accelerate is plain fp32 DDP, not zero={zero} in {dtype}")
         change["zero"] = 0
         change["dtype"] = dtype = "fp32"
     if spec.train.compile is True and not compiles(spec, dtype):
@@ -101,7 +101,7 @@ def _check_degrees(spec: RunSpec, ranks: int, ddp: bool, found: list[str], chang
     if ep not in degrees:
         text = f"parallel.ep={ep} needs a routed model, such as --arch moe"
         if ddp:
-            text = f"engine accelerate puts every expert on every rank, not ep={ep}"
+            text = f"parallel.engine=accelerate puts every expert on every rank, not ep={ep}"
         elif isinstance(model.ffn, MoE):
             whole = f"the {ranks} ranks" if ranks % ep else f"experts={model.ffn.experts}"
             text = f"parallel.ep={ep} does not divide {whole}"

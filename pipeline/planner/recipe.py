@@ -152,7 +152,7 @@ def _steps(spec: RunSpec, batch: int) -> int:
     tokens = spec.train.steps * float(batch) if spec.train.steps else _tokens(spec)
     assert tokens is not None
     if not tokens < _MOST_TOKENS:
-        text = f"a run of {tokens:.3g} tokens never ends"
+        text = f"a run of {tokens:.3g} tokens is too long"
         raise ConfigError(f"{text}; lower --steps, --tokens, --flops or train.tokens_per_param")
     return spec.train.steps or max(1, round(tokens / batch))
 

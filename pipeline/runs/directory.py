@@ -111,7 +111,7 @@ class RunDir:
             first = list(fixed.items())[:3]
             what = ", ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in first)
             more = f" and {len(fixed) - 3} more" if len(fixed) > 3 else ""
-            text = f"--resume {self.path} with another config: {what}{more}"
+            text = f"--resume {self.path} cannot change the config: {what}{more}"
             raise RunError(f"{text}; use the old values or give a new --out")
         if changed:  # otherwise keep the file as it is, with its time
             replace(self.config, to_toml(config).encode())

@@ -227,7 +227,7 @@ def read_runs(root: Path) -> list[Run]:
                 raise
     if not runs:
         raise RunError(
-            f"runs={root} holds no run (no run.json below it); train one with `launch pretrain`"
+            f"runs={root} contains no run (no run.json below it); train one with `launch pretrain`"
         )
     return sorted(runs, key=lambda run: (run.N, run.name))
 

@@ -90,13 +90,11 @@ def choose(points: Points) -> Choice:
         why = "One length does not show the effect of D"
     elif sizes < 3:
         plural = "s do" if sizes > 1 else " does"
-        why = (
-            f"{sizes} size{plural} not show the effect of N; add runs of {3 - sizes} or more others"
-        )
+        why = f"{sizes} size{plural} not show the effect of N, for which at least 3 are needed"
     else:
         why = "N and D grow together in these runs, so their effects cannot be separated"
     needed = max(2, 5 + SPARE - runs)
-    more = f"{needed} more runs would, off this line and at equal compute: {runs_across(points)}."
+    more = f"{needed} more runs would help, off this line, at equal compute: {runs_across(points)}."
     notes = []
     if sizes > 1 and points.D.max() < 1.1 * points.D.min():
         tokens = count(points.D[0])
@@ -106,8 +104,8 @@ def choose(points: Points) -> Choice:
         note = f"{why}; fitted L = E + K·C^−g along this ladder instead. {more}"
         return Choice(law, backtest(points, law, focused=True), [note, *notes])
     note = (
-        f"{why}, nor a floor E; fitted the straight line L = K·C^−g instead. It has no floor, so "
-        f"it is too optimistic far beyond the last run: use it within the measured range. {more}"
+        f"{why}; fitted the straight line L = K·C^−g instead. It has no floor E, so it is too "
+        f"optimistic far beyond the last run: use it within the measured range. {more}"
     )
     return Choice(LAWS["power"], None, [note, *notes])
 

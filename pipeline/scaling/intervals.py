@@ -214,7 +214,7 @@ def interval_warnings(
     elif spread.freedom <= 2:
         # With two degrees of freedom t is 4.3, and with one 12.7, instead of about 2.
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
-        found.append(f"Only {spare} more than parameters, so the interval is wide.")
+        found.append(f"With only {spare} more than parameters, the interval is wide.")
     found += _value_warnings(fit, of_e, named=names_runs(earlier))
     if spread.condition > 1e10:
         text = "Some parameters can compensate for each other: quote predictions, not parameters."
@@ -253,7 +253,7 @@ def _value_warnings(fit: Fit, of_e: Profile | None, *, named: bool) -> list[str]
         tokens = count(4 * most["D"])
         unknown += f" Larger runs would determine it, such as N = {size} on {tokens} tokens."
     if "E" in values and values["E"] < 1e-2 * fit.points.loss.min():
-        found.append(f"E ran to zero: {unknown}")
+        found.append(f"E is zero in this fit: {unknown}")
     elif "E" in values and of_e is not None and of_e.low == 0:
         found.append(f"E = {values['E']:.3g}, but zero fits as well: {unknown}")
     for name in (key for key in values if key in EXPONENT_OF):
@@ -273,7 +273,7 @@ def _value_warnings(fit: Fit, of_e: Profile | None, *, named: bool) -> list[str]
         # exp and log do not return the bound itself to the last digit.
         if not REPEAT_BOUNDS[0] + 1e-6 < np.log(values[name]) < REPEAT_BOUNDS[1] - 1e-6:
             found.append(
-                f"{name} = {values[name]:.3g} ran to its bound: these points do not determine it. "
+                f"{name} = {values[name]:.3g} is at its bound: these points do not determine it. "
                 f"Runs of N = {size} that see {count(most['D'] / 64)} distinct tokens 4, 16 and 64 "
                 f"times would."
             )

@@ -113,7 +113,7 @@ def clean(points: Points) -> Points:
             dropped.append(f"{name}: loss={row['loss']:g} is not a loss in nats per token")
         elif extreme:
             value = row[extreme[0]]
-            dropped.append(f"{name}: {extreme[0]}={value:g} is not a figure of any run")
+            dropped.append(f"{name}: {extreme[0]}={value:g} is not a possible value")
         elif row.get("experts", 1.0) % 1:
             dropped.append(f"{name}: experts={row['experts']:g} is not a whole number")
         elif not 0 <= accuracy <= 1:

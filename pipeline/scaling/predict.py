@@ -154,8 +154,8 @@ def cautions(
     far = max(f.extrapolation for f in made)
     if far > PROVEN_REACH:
         found.append(
-            f"{far:.3g}× beyond the largest run: laws have held over 300× at most, for a ladder "
-            f"that was designed for it."
+            f"{far:.3g}× beyond the compute of the largest run: laws have held over 300× at most, "
+            f"for a ladder that was designed for it."
         )
     if study.name in NO_FLOOR and far > 1:
         found.append(f"law={study.name} has no floor E: beyond the runs it is too optimistic.")
@@ -290,18 +290,18 @@ def _misfits(study: Study, targets: Points) -> list[str]:
     below = float(points.C.min() / targets.C.min())
     if below > PROVEN_REACH:
         found.append(
-            f"{below:.3g}× below the smallest run: no law of these runs holds there. Is N in "
-            f"parameters, D in tokens and C in FLOPs?"
+            f"{below:.3g}× below the smallest run: no law of these runs holds for so few FLOPs. Is "
+            f"N in parameters, D in tokens and C in FLOPs?"
         )
     # A law of compute alone has targets without N and D, for which no comparison is true.
     each = targets.C / (targets.N * targets.D) / UnitFlops.of(points).each(targets.N)
     if ((each > MIXED_COUNTS) | (each < 1 / MIXED_COUNTS)).any():
-        found.append("C / (N·D) of the targets is not that of the points: is their C right?")
+        found.append("C / (N·D) of the targets differs from that of the points: check their C.")
     for key in KINDS:
         fitted, asked = (getattr(one, key) for one in (points, targets))
         if None not in (fitted, asked) and str(asked) != str(fitted):
             found.append(
-                f"The targets are of {key}={asked} and the law of {key}={fitted}: {ONE_KIND[key]}."
+                f"The targets have {key}={asked}, the fitted runs {key}={fitted}: {ONE_KIND[key]}."
             )
     for key, law in (("experts", "moe"), ("unique", "data-constrained")):
         if getattr(targets, key) is not None and study.name != law:

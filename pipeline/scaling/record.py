@@ -85,13 +85,9 @@ def registered(folder: Path) -> list[dict[str, Any]]:
             content = json.loads(read_regular(path))
             claimed = content.pop("sha256")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise RunError(
-                f"{path} is not a registered forecast; move it out of {folder}"
-            ) from None
+            raise RunError(f"{path} is not a registered forecast; move it away") from None
         if _digest(content) != claimed:
-            raise RunError(
-                f"{path} was changed after it was registered; restore it, or move it away"
-            )
+            raise RunError(f"{path} was changed after its registration; restore it or move it away")
         if claimed in seen:  # its run would count twice
             raise RunError(f"{path} is a copy of {seen[claimed].name}; remove one of them")
         seen[claimed] = path
@@ -230,7 +226,7 @@ def _of_kind(run: Run, fitted: dict[str, Any]) -> bool:
 
 
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:
-    """How well the forecasts that count have done so far."""
+    """Summarize the errors of the forecasts that count."""
     counted = [s for s in scores if s.counts]
     errors = [abs(s.error) for s in counted if s.error is not None and s.task is None]
     points = [abs(s.error) for s in counted if s.error is not None and s.task is not None]

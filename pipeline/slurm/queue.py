@@ -105,7 +105,7 @@ def statuses(paths: Iterable[Path]) -> list[Status]:
     for path in paths:
         inside = [path] if RunDir(path).exists else find_runs(path)
         if not inside:
-            raise RunError(f"{path} holds no run; give a run directory or a folder of them")
+            raise RunError(f"{path} contains no run; give a run directory, or a directory of runs")
         runs += inside
     jobs = {path: job_of(path) for path in runs}
     queue: dict[str, Entry] = {}
@@ -147,7 +147,7 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
             state = "FAILED"
     note = str(ended.get("reason", ""))
     if job is None and state == "FAILED":
-        note = "nothing trains it any more; --resume continues it"
+        note = "no process trains it any more; --resume continues it"
     restarts = sum(attempt["event"] == "begin" for attempt in attempts) - 1
     if not attempts:  # without a job, every fault led to a restart, except the one that ended it
         faults = len(run.past_faults())

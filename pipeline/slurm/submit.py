@@ -155,7 +155,7 @@ class Submission:
         noise = r"(sbatch|error|allocation failure|Batch job submission failed): "
         reason = re.sub(noise, "", lines[-1]) if lines else f"exit code {done.returncode}"
         if re.search(NO_CONTROLLER, reason):
-            text = f"sbatch is installed, but reaches no SLURM controller ({reason})"
+            text = f"sbatch is installed, but cannot reach a SLURM controller ({reason})"
             raise ConfigError(f"{text}; use a login node, or check SLURM_CONF and slurmctld")
         wanted = re.compile(r"--(partition|account|qos|constraint|time|nodes|gpus-per-node)=")
         asked = " ".join(word for word in command if wanted.match(word)) or "the job"

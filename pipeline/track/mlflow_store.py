@@ -81,9 +81,8 @@ def connect(uri: str, experiment: str | None) -> Iterator[Any]:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
     except ImportError:
-        raise RunError(
-            f"experiment={experiment}: MLflow is not installed; give --runs DIR"
-        ) from None
+        text = f"experiment={experiment}: MLflow is not installed"
+        raise RunError(f"{text}; give --runs DIR") from None
     try:
         yield MlflowClient(tracking_uri=uri)
     except MlflowException as error:

@@ -41,13 +41,13 @@ def branch_step(config: RunConfig, trunk: RunDir) -> int:
             f"optim.schedule.kind={schedule.kind} has no plateau to branch from; use wsd in both"
         )
     changed = [
-        f"{key} is {there!r} there and {here!r} here"
+        f"{key} is {there!r} there and {here!r} in this run"
         for key, (there, here) in differences(whole, config).items()
         if not any(fnmatch(key, free) for free in _FREE)
     ]
     if changed:
         what = ", ".join(changed[:3])
-        raise RunError(f"{flag} is another run: {what}; make them equal, or train without --branch")
+        raise RunError(f"{flag} differs: {what}; make them equal, or train without --branch")
     step = decay_start(schedule, config.train.steps)
     last = decay_start(whole.optim.schedule, whole.train.steps)
     if step > last:

@@ -155,7 +155,7 @@ def _length(asked: FineTuning, before: RunConfig) -> int:
         return longest
     if isinstance(before.model.position, Learned):
         text = f"--seq {asked.seq}: the model has {longest} learned positions"
-        raise ConfigError(f"{text}, and a row as many tokens; remove it")
+        raise ConfigError(f"{text}, and its rows need as many tokens; remove it")
     return asked.seq
 
 

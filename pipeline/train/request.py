@@ -144,7 +144,7 @@ class PlannedRun:
 
 
 def plan_run(request: Request, devices: Devices) -> PlannedRun:
-    """Refuse everything that can be refused before anything is written."""
+    """Plan a run, and refuse everything that can be refused before anything is written."""
     if request.out is not None:
         _check_path(request.out)
     if request.size is not None and request.init is not None:
@@ -234,7 +234,7 @@ def _continue(request: Request, devices: Devices) -> PlannedRun:
 
 
 def _open_corpus(path: Path) -> Corpus:
-    """Check the checksums too, unless that takes minutes; `launch data inspect` always does."""
+    """Open the data and check its checksums, unless that takes minutes."""
     corpus = Corpus.open(path)
     size = sum(file.stat().st_size for file in path.rglob("*.bin"))
     return Corpus.open(path, verify=True) if size < _VERIFY_BYTES else corpus

@@ -25,7 +25,7 @@ GOOD_CODES = (0, 1, 2, 130)
 LEGACY = Path(__file__).parents[1] / "fixtures" / "legacy"
 DEEP = "[" * 100_000
 
-# What can stand in the place of a file.
+# What may be in the place of a file.
 NODES: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: None,
     "fifo": os.mkfifo,
@@ -54,7 +54,7 @@ def time_limit() -> Iterator[None]:
     # Endless files must end in a MemoryError here, not in a machine without memory.
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGALRM, _hang)
-    others = set(psutil.Process().children(recursive=True))  # such as the Ray of other tests
+    others = set(psutil.Process().children(recursive=True))  # Ray of other tests, for example
     signal.alarm(LIMIT_S)
     try:
         yield
@@ -68,7 +68,7 @@ def time_limit() -> Iterator[None]:
 
 def run(*arguments: object) -> tuple[int | str, str]:
     """Return the exit code and everything that was printed."""
-    # Before the time limit begins, which is not to be spent on imports.
+    # Before the time limit begins, because imports must not count.
     store = "mlflow.store.tracking.sqlalchemy_store"
     for module in ("scipy.optimize", "torch", "transformers.models.auto", store):
         importlib.import_module(module)
@@ -110,7 +110,7 @@ def fault(arguments: Iterable[object], *, refuse: bool = False, out: Path | None
         wrong = "was not expected"
     elif refuse and code != 2:
         wrong = f"was accepted (exit {code})"
-    elif code == 2 and len(lines) != 1 and words not in ([], ["data"]):  # these two print the help
+    elif code == 2 and len(lines) != 1 and words not in ([], ["data"]):  # both print the help
         wrong = "is not one line"
     elif code and left:
         wrong = f"left {left[0]}"

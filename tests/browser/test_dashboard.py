@@ -28,7 +28,7 @@ from tests.track.mlflow_server import until
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True}
 BUDGETS = (3e13, 1e14, 3e14, 1e15)
-# where on the screen a point of the law's line lies
+# the position of a point of the law's line on the screen
 UNDER_THE_LAW = """() => {
   const chart = document.getElementById("chart"), line = chart.data.find((t) => t.name === "law"), i = 112;
   const { xaxis, yaxis } = chart._fullLayout, box = chart.getBoundingClientRect();
@@ -116,7 +116,7 @@ def axe(page: Any) -> list[Any]:
 
 
 def told_numbers(page: Any) -> dict[str, str]:
-    """The forecast's tiles, label to figure."""
+    """Return the figures of the forecast's tiles by their labels."""
     return dict(page.eval_on_selector_all("#forecast-tiles .tile", PAIRS))
 
 
@@ -181,7 +181,7 @@ def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
 
 
 def the_law_of_each_size_is_smooth(page: Any) -> None:
-    """One line per N, falling everywhere, hidden with its size; the law beside it falls too."""
+    """There is one line per N, which falls everywhere and is hidden with its size. The law falls too."""
     for axis in ("tokens", "flops"):
         page.select_option("#axis", axis)
         drawn = page.evaluate(LAW_LINES)
@@ -346,7 +346,7 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
     assert "resume at step 290" in events and "1 loss spike" in events
     page.select_option("#layer", "0")
     assert page.evaluate(LOADS) == [0.4, 0.8, 1.2, 1.6]
-    train(330)  # the run's own page follows too
+    train(330)  # the page of the run is updated too
     wait_for_text(page, "#run-words", "330 / 400")
     tracker.close()
     assert axe(page) == []
@@ -379,7 +379,7 @@ def test_two_hundred_runs_of_two_thousand_points(opened, served, tmp_path: Path)
             )
             os.link(made / "log.jsonl", root / f"size{i}-{k}" / "log.jsonl")
     port, watcher = served(Directories(root))
-    assert len(watcher.runs()) < 8_000_000  # what a browser has to read
+    assert len(watcher.runs()) < 8_000_000  # the bytes that a browser has to read
     page = opened(f"http://127.0.0.1:{port}/")
     page.wait_for_selector("#chart .scatterlayer .trace")
     assert "of 200 runs finished" in text(page, "#tiles")
@@ -389,11 +389,11 @@ def test_two_hundred_runs_of_two_thousand_points(opened, served, tmp_path: Path)
     slide(page, "#smooth", 0)
     page.fill("#filter", "size7")
     assert page.locator("#table tbody tr").count() == 25
-    assert time.monotonic() - began < 30  # seconds on a busy box; docs/DASHBOARD.md has the figures
+    assert time.monotonic() - began < 30  # on a busy machine; docs/DASHBOARD.md has the figures
 
 
 def test_only_held_out_losses_are_compared(opened, tmp_path):
-    """Runs that were evaluated once make the curve of their size, and no curve of their own."""
+    """Runs with a single evaluation are points of the curve of their size and have no other curve."""
     runs = [("a1", "tiny", 1e6), ("a2", "tiny", 4e6), ("b1", "mini", 2e6), ("b2", "mini", 8e6)]
     runs.append(("c", "small", 4e6))
     held_out = {}
@@ -436,7 +436,7 @@ def test_a_forecast_of_a_task_stands_beside_its_curves(opened, served, forecast_
 
 
 def test_the_induction_phase_change_is_visible(opened, served, tmp_path):
-    """Both scores of one run against tokens, prefix matching on its whole scale."""
+    """Both scores of a run are drawn against tokens, prefix matching from 0 to 1."""
     log = make_run(tmp_path, "run", 1e5, 2e6) / "log.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
     evals = [record for record in records if record["kind"] == "eval"]

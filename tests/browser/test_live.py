@@ -45,7 +45,7 @@ def test_runs_appear_train_and_become_a_law(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     page = opened(json.loads(board.stdout.readline())["url"])
     page.context.set_default_timeout(400_000)
-    page.wait_for_selector("#empty:not([hidden])")  # an empty store says what to do
+    page.wait_for_selector("#empty:not([hidden])")  # for an empty store, the page shows what to do
     page.evaluate("window.mark = 1")
 
     def train(steps):
@@ -53,7 +53,7 @@ def test_runs_appear_train_and_become_a_law(
         arguments = ["pretrain", "--size", "tiny", "--steps", steps, *where, *SMALL, "--quiet"]
         return Launched("launch", arguments, environment())
 
-    # A run shows up by itself and moves. It is far too long to end while the page is read.
+    # A run appears and makes progress without a reload. It is too long to end meanwhile.
     long = train(1_000_000)
     until(lambda: page.evaluate(f"{STEPS}.some(step => step > 0)"), 400)
     before = max(page.evaluate(STEPS))
@@ -63,7 +63,7 @@ def test_runs_appear_train_and_become_a_law(
     assert [run.wait(400) for run in [train(30), train(150)]] == [0, 0]
     finished = "[...iso.runs.values()].filter(r => r.row.status === 'finished').length === 2"
     until(lambda: page.evaluate(finished), 400)
-    page.wait_for_selector("#formula:not(:empty)")  # two finished runs are a law
+    page.wait_for_selector("#formula:not(:empty)")  # two finished runs are enough for a law
     page.wait_for_selector("#chart .scatterlayer .trace")
     assert page.evaluate("window.mark") == 1  # without a reload
 
@@ -82,7 +82,7 @@ def test_runs_appear_train_and_become_a_law(
         page.wait_for_selector(f"#run-{key}", state="attached")
     page.select_option("#other", index=1)
     until(lambda: page.evaluate(SAYS, ["agreement", "steps compared"]), 400)
-    # the load of experts goes along as a file beside the numbers
+    # the load of experts is sent as a file
     about = {"steps": 20, "arch": "moe", "experiment": "live"}
     mixture = make_run(tmp_path / "live", "mixture", 3e5, 6e6, **about)
     shares = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
@@ -97,7 +97,7 @@ def test_runs_appear_train_and_become_a_law(
     assert page.evaluate("document.getElementById('moe').data[0].z") == [[1.6, 1.6], [1, 1]]
     # On a run's page, the browser would log the 404 of a run that cannot be read any more.
     page.get_by_role("link", name="all runs").click()
-    server.kill()  # the store goes away: the page says so and keeps what it has
+    server.kill()  # the store stops: the page reports it and keeps its data
     until(lambda: page.evaluate(SAYS, ["notes", "does not answer"]), 400)
     assert page.locator("#table tbody tr").count() == 4
     page.close()

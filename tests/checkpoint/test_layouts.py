@@ -79,7 +79,7 @@ def losses(run: Path) -> list[float]:
 
 
 def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return masters and moments, whole and flat."""
+    """Return masters and moments as whole, flat tensors."""
     stored = checkpoint.manifest.tensors
     keys = [key for key in stored if not key.startswith("rng/")]
     whole = {key: torch.empty(stored[key].numel) for key in keys}
@@ -89,7 +89,7 @@ def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def check_sizes(*roots: Path) -> None:
-    """The planner's bound of a checkpoint on disk holds, and is not far above it."""
+    """A checkpoint on disk is at most as large as the planner predicts, and not much smaller."""
     for root in roots:
         for path in list_checkpoints(root).values():
             ranks = read_manifest(path).manifest.world
@@ -127,7 +127,7 @@ def test_a_run_resumes_in_other_layouts_with_the_same_losses(corpus, tmp_path, o
     worlds(jobs, tmp_path)
 
     assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
-    # It did use another layout: sums in another order round differently.
+    # The layout is really another one: sums in another order round differently.
     assert losses(moved) != losses(whole)
     want = tensors(newest(moved))
     kinds = {"model", "exp_avg", "exp_avg_sq"}
@@ -179,7 +179,7 @@ def test_the_same_layout_continues_bit_for_bit(corpus, tmp_path):
         resumed = tmp_path / f"{layout} resumed"
         assert losses(resumed) == losses(whole), layout
         assert newest(resumed).manifest == newest(whole).manifest, layout
-        assert newest(whole).manifest.adam_steps == 4  # DeepSpeed added no step of its own
+        assert newest(whole).manifest.adam_steps == 4  # without an additional step of DeepSpeed
         if "experts" in layout or "muon" in layout:
             continue  # another model, another optimizer
         bf16 = layout.startswith("bf16")

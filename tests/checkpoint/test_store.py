@@ -72,7 +72,7 @@ def test_only_the_next_step_waits_for_the_copy(tmp_path):
     cuts=st.lists(st.integers(0, 20), max_size=4),
 )
 def test_a_stack_of_experts_is_cut_into_global_experts(experts, width, first, cuts):
-    """However ranks divide a stack, each global expert gets its numbers once and in place."""
+    """For every division among ranks, each global expert gets its own numbers exactly once."""
     whole = torch.arange(experts * width, dtype=torch.float32)
     bounds = sorted({0, len(whole), *(c for c in cuts if c < len(whole))})
     found = {f"up.{first + e}": torch.full((width,), -1.0) for e in range(experts)}
@@ -87,7 +87,7 @@ def test_a_stack_of_experts_is_cut_into_global_experts(experts, width, first, cu
 
 
 def test_a_saved_state_is_read_back(saved):
-    for stray in ("step-00000003.bak", "step-backup", "step-4"):  # a person's own directories
+    for stray in ("step-00000003.bak", "step-backup", "step-4"):  # directories of a user
         (saved / stray).mkdir()
     assert newest(saved).step == 3 and list(list_checkpoints(saved)) == [2, 3]
     found, damaged = find(saved, ALONE)
@@ -106,7 +106,7 @@ def test_a_saved_state_is_read_back(saved):
 
 
 def test_every_flipped_bit_is_found(saved):
-    """200 of 200, in any file; the checkpoint before it is used instead."""
+    """All of 200 flips in any file are found, and the checkpoint before is used instead."""
     dice = random.Random(0)
     files = sorted((saved / "step-00000003").iterdir())
     assert {"manifest.json", "config.toml", NUMBERS} == {p.name for p in files}
@@ -263,7 +263,7 @@ def test_which_checkpoints_are_kept(tmp_path, last, every, kept):
     (tmp_path / "step-00000095").mkdir()
     prune(tmp_path, 95, last, every)
     assert (tmp_path / "step-00000095").exists() and not (tmp_path / "step-00000100").exists()
-    remove(tmp_path / "step-00000100")  # a user was faster
+    remove(tmp_path / "step-00000100")  # a user removed it first
 
 
 def test_a_checkpoint_is_found_by_any_path(saved, monkeypatch):

@@ -1,4 +1,4 @@
-"""A real SLURM on this host: munge, slurmctld and slurmd "nodes", each in namespaces of its own, as root.
+"""A real SLURM on this host: munge, slurmctld and slurmd "nodes", each in its own namespaces, as root.
 
 A node is `slurmd -N nodeX` in its own UTS, PID, mount and network namespace: hostnames differ, a bridge joins them, and
 killing the outer process is a power cut, after which nobody even refuses a connection. Nothing outside the state folder
@@ -94,7 +94,7 @@ class Slurm:
         self.run("ip", "addr", "add", f"{self._net}.254/24", "dev", self._bridge)
         self.run("ip", "link", "set", self._bridge, "up")
         (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        for number in range(4):  # gres.conf wants character devices: more of /dev/null
+        for number in range(4):  # gres.conf requires character devices, such as copies of /dev/null
             os.mknod(self.state / f"dev/nvidia{number}", 0o666 | 0o020000, os.makedev(1, 3))
         (self.state / "gres.conf").write_text(
             f"AutoDetect=off\nName=gpu File={self.state}/dev/nvidia[0-3]\n"
@@ -105,7 +105,7 @@ class Slurm:
             self.power_on(node)
 
     def _claim(self) -> None:
-        """A network and ports that no other suite on this host has: the kernel gives a bridge's name to one of them."""
+        """A network and ports that no other suite on this host uses: a bridge's name exists only once."""
         for number in range(250):
             self._number, self._net, self._bridge = number, f"10.87.{number}", f"slurm{number}"
             self._port = 21000 + 3 * number
@@ -165,7 +165,7 @@ class Slurm:
         if process is None:
             return
         subprocess.run(["ip", "link", "del", f"{self._bridge}{node[-1]}"], capture_output=True)
-        process.kill()  # --kill-child: everything in the namespace goes with it
+        process.kill()  # --kill-child also ends everything in the namespace
         process.wait()
 
     def stop(self) -> None:
@@ -193,7 +193,7 @@ class Slurm:
     def ends(self, job: str, state: str = "COMPLETED") -> None:
         """Wait for this end; raise at once on any other, with the job's last output."""
         living = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
-        other = 0.0  # since when: a job that is requeued shows how its start ended, for a moment
+        other = 0.0  # the time, because a requeued job shows the end of its last start for a moment
 
         def ended() -> bool:
             nonlocal other
@@ -225,7 +225,7 @@ class Slurm:
         """Addresses at which a process listens, in the network of its node; `::` as hex digits."""
         mine = set()
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # it was closed meanwhile
                 mine.add(link.readlink().name.removeprefix("socket:[").removesuffix("]"))
         found = set()
         for table in ("tcp", "tcp6"):

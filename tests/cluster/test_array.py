@@ -19,13 +19,13 @@ pytestmark = pytest.mark.timeout(3000)
 
 
 def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
-    """The longest run first, from which the others branch."""
+    """The longest run comes first, because the others branch off it."""
     here = tmp_path / 'it\'s\n#SBATCH "$(touch pwned)"'
     here.mkdir()
     (here / "sweep.toml").write_text(SWEEP)
     runs = here / "runs" / "three"
     broken = runs / "tiny-0.03x"
-    (broken / ".lock").mkdir(parents=True)  # it cannot be locked, which only a person can fix
+    (broken / ".lock").mkdir(parents=True)  # the run cannot be locked, which only a person can fix
 
     copy = ("--output=/dev/null", "--wrap", f"cp -r {corpus} data")
     made = slurm.run("sbatch", "--parsable", f"--chdir={here}", *copy)

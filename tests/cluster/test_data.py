@@ -19,8 +19,7 @@ exec {sys.executable} "$@"
 
 
 def test_two_nodes_make_the_same_bytes(slurm, corpus, tmp_path):
-    """Six tasks, and Ray on both nodes: they are soon done, so the first begins when both are there. Here beside it the
-    same without SLURM."""
+    """Six short tasks on two nodes give the same files as without SLURM. The first waits until both nodes are there."""
     driver = tmp_path / "bin" / "driver"
     driver.parent.mkdir()
     driver.write_text(DRIVER)

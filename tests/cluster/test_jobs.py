@@ -17,7 +17,7 @@ from tests.train.test_run import GOLDEN, TINY, hashes, losses, records
 
 STEPS = 160  # enough for five disturbances on a fast machine
 LONG = (*TINY, "--steps", STEPS, "--set", "train.save_every=15", "--set", "train.eval_every=80", "--set", "model.layers=2")  # fmt: skip
-pytestmark = pytest.mark.timeout(3000)  # a busy box; alone it takes a tenth
+pytestmark = pytest.mark.timeout(3000)  # for a busy machine; a quiet one needs a tenth
 
 
 def submit(slurm: Slurm, *arguments: object, **env: str) -> str:
@@ -56,7 +56,7 @@ def runs(site, corpus, tmp_path_factory) -> Path:
     wrong = ("--set", 'cluster.slurm.env={GLOO_SOCKET_IFNAME="nowhere"}')
     shapes = {
         "doomed": (*TINY, "--nproc", 1, *wrong),
-        "whole": (*LONG, "--nodes", 2, "--nproc", 1),  # others are compared with it
+        "whole": (*LONG, "--nodes", 2, "--nproc", 1),  # the other curves are compared with this one
         "wide": (*TINY, "--nodes", 2, "--nproc", 2),
     }
     jobs = [
@@ -186,13 +186,13 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     tracked = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     env = {**tracked, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
     where = ("--data", corpus, "--nodes", "1-2", "--nproc", 1, "--out", run, "--cluster", site)
-    # it is SLURM's to notice: a job that asks to be requeued in the very moment in which its node is given up, it kills
+    # SLURM itself must notice: it kills a job that asks for a requeue while its node is being given up
     patient = ("--set", "train.hang_s=100")
     job = submit(slurm, *LONG, *where, "--track", *patient, **env)
     slurm.until(lambda: step(run) >= 4)
     printed = [launch("logs", run, "--rank", rank).stdout for rank in range(2)]
     assert ["4/160 │ loss" in words for words in printed] == [True, False] and "torch" in printed[1]
-    slurm.power_off("node2")  # permanently: SLURM requeues the job, which continues with one node
+    slurm.power_off("node2")  # for good, so SLURM requeues the job, which continues with one node
     slurm.until(lambda: len(beginnings(run)) == 2 and step(run) >= beginnings(run)[-1] + 4)
     slurm.power_on("node2")
     assert "asked to save" in launch("cancel", run, **slurm.env).stdout
@@ -216,9 +216,9 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     printed = (run / "logs" / "job.log").read_text()
     assert worlds == [2, 1, 2] and "Application launch failed" in printed
     assert hashes(run) == hashes(whole) and losses(run) == pytest.approx(losses(whole), abs=1e-3)
-    launch("sync", run, **tracked)  # records that a busy machine has not sent yet
+    launch("sync", run, **tracked)  # send the records that a busy machine has not sent yet
     steps_of = "SELECT step FROM metrics WHERE key = 'train/loss' ORDER BY step"
-    with sqlite3.connect(tmp_path / "mlflow.db") as store:  # one run, and each step of it once
+    with sqlite3.connect(tmp_path / "mlflow.db") as store:  # there is one run with each step once
         runs_there = store.execute("SELECT COUNT(*), MAX(status) FROM runs").fetchall()
         steps = store.execute(steps_of).fetchall()
     assert runs_there == [(1, "FINISHED")]

@@ -47,7 +47,7 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
     assert not out.exists()
     bare = launch(*asked, PATH=str(tmp_path))  # a machine without SLURM
     assert "not validated" in bare.stdout.splitlines()[-1]
-    # The client alone; for a file that does not exist it would wait a minute.
+    # Only the client is installed. Without this file it would wait a minute.
     silent = launch(*asked, SLURM_CONF="/dev/null").stdout
     assert "not validated: sbatch is installed, but reaches no" in silent.splitlines()[-1]
     assert "[cluster.slurm.env], hidden because it may be a secret" in output
@@ -116,7 +116,7 @@ def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
 
 
 def test_a_job_may_wait_for_nodes_that_are_down(slurm, corpus, tmp_path):
-    """`sbatch --test-only` refuses it as if the nodes did not exist; sbatch itself queues it."""
+    """`sbatch --test-only` refuses such a job, although sbatch itself queues it."""
     out = tmp_path / "run"
     asked = ("pretrain", *TINY, "--data", corpus, "--out", out, "--slurm", "--gpus-per-node", 0)
     try:
@@ -168,7 +168,7 @@ def test_fifty_at_once_are_fifty_runs(slurm, corpus, tmp_path):
 
 @pytest.mark.parametrize(("nodes", "used"), [(1, 1), (2, 2), (3, 2), (7, 4)])
 def test_a_job_uses_as_many_nodes_as_divide_its_batch(nodes, used):
-    """16 sequences, two processes a node, micro-batches of two."""
+    """A batch has 16 sequences, a node two processes, and a micro-batch two sequences."""
     sets = ("model.seq=64", "train.batch_tokens=1024", "train.micro_batch=2")
     config = resolve(load(size="tiny", sets=sets), ranks=8, gpu=False)
     assert usable(Allocation("1", 0, "node[1-7]", nodes, 2, 0, None), config).nodes == used
@@ -183,7 +183,7 @@ FAULT = {"kind": "RuntimeError", "message": "out of luck", "user": False}
         ({"finished": True}, "done", "finished at step 7"),
         ({"saved": True}, "requeue", "saved at step 7"),
         ({"saved": True, "restarts": 100}, "stop", "max_restarts=100"),
-        ({"asked": "SIGUSR1"}, "requeue", "asked to stop at step 7"),  # no handler yet
+        ({"asked": "SIGUSR1"}, "requeue", "asked to stop at step 7"),  # without a handler
         ({"saved": True, "asked": "SIGTERM"}, "stop", "asked to end; saved at step 7"),
         ({"fault": FAULT}, "requeue", "RuntimeError: out of luck at step 7"),
         ({"fault": FAULT, "restarts": 100}, "stop", "max_restarts=100"),
@@ -203,7 +203,7 @@ def test_decision_to_requeue(change, action, words):
 @pytest.mark.parametrize(
     ("known", "reason"),
     [
-        # it ended before it could record why
+        # it ended before it could record a reason
         (None, "ChildProcessError: rank 1 on node2: Exited with exit code 1"),
         (ValueError("why"), "ValueError: why"),
     ],

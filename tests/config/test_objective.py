@@ -37,7 +37,7 @@ def test_settings_of_an_objective() -> None:
 
 def test_the_vocabulary_has_space_for_special_ids() -> None:
     assert [padded_vocab(pieces, Masked()) for pieces in (511, 512)] == [512, 576]
-    assert padded_vocab(32_000, Spans()) == 32_128  # that of T5
+    assert padded_vocab(32_000, Spans()) == 32_128  # the number of T5
     assert load(size="tiny", pieces=512).model.vocab == 512
     assert load(size="tiny", sets=ENCODER, pieces=512).model.vocab == 576
     given = load(size="tiny", sets=[*ENCODER, "model.vocab=1024"], pieces=512)
@@ -99,7 +99,7 @@ def test_a_law_never_mixes_objectives(tmp_path: Path) -> None:
         config = resolve(load(size="tiny", sets=sets), ranks=1, gpu=False)
         return facts(config, tokenizer="", bytes_per_token=1.0, peak_flops=None).get("objective")
 
-    assert named() is None  # as in the records of older runs
+    assert named() is None  # records of older runs have it
     assert named(*ENCODER) == "masked"
     assert named(*ENCODER, "objective.rate=0.4") == "masked rate=0.4"
     for i, sets in enumerate(((), ENCODER, (*ENCODER, "objective.rate=0.4"))):

@@ -176,14 +176,14 @@ def test_length_in_steps_tokens_or_flops(length):
 def test_the_remedy_of_a_refusal_is_accepted(
     corpus, size, arch, ranks, memory, gpu, keep, cluster, parallel, train
 ):
-    """Whatever is wrong with a layout: the settings named in the one line work, all of them, as they
-    are and in the memory there is."""
+    """Whatever is wrong with a layout, the settings that the error names work together, without
+    further changes, and fit the memory."""
     asked = {"size": size, "nproc": ranks}
     asked |= {f"parallel.{key}": value for key, value in parallel.items()}
     if not memory or "micro_batch" in train:
         train.pop("auto_batch", None)
     asked |= {f"train.{key}": value for key, value in train.items()}
-    if keep:  # of a run that continues
+    if keep:  # for a run that continues
         asked["train.batch_tokens"] = 256 * (1 + int(asked.get("train.batch_tokens", 0)) // 1000)
 
     def planned(asked: dict[str, Any]) -> RunConfig:
@@ -235,7 +235,7 @@ def settings_in(remedy: str) -> dict[str, str]:
         ("nvme", 2**28, 2**28, "parallel.offload.path="),
         ("nvme", 2**28, 2**40, None),
         ("cpu", 2**36, 2**28, None),
-        ("cpu", None, 2**28, None),  # a host whose memory is not known
+        ("cpu", None, 2**28, None),  # the memory of the host is not known
     ],
 )
 def test_offloaded_states_need_space_elsewhere(corpus, tmp_path, to, host, free, key):
@@ -254,7 +254,7 @@ def test_offloaded_states_need_space_elsewhere(corpus, tmp_path, to, host, free,
                 plan_run(request, Devices(2, 2**36, "GPU", host))
             return
         plan_run(request, Devices(2, 2**36, "GPU", host))
-        sets.append("parallel.offload.path=/nowhere")  # of a job: it is on another machine
+        sets.append("parallel.offload.path=/nowhere")  # for a job, which runs on another machine
         plan_run(replace(request, fewest=2), Devices(2, 2**36, "GPU"))
 
 

@@ -104,7 +104,7 @@ def test_scores_of_tasks_are_columns_from_where_they_begin() -> None:
 
 
 def test_the_law_is_drawn_through_the_runs_of_each_size() -> None:
-    """At the runs' own N and D. At the best split alone, it would pass below every run here."""
+    """The line is drawn at the ratio of the runs. At the best split, it would be below every run here."""
     N, ratio = (part.ravel() for part in np.meshgrid(np.geomspace(1e6, 3e7, 5), [0.5, 2.0, 100.0]))
     D = N * ratio
     loss = 1.7 + 400 / N**0.34 + 410 / D**0.28
@@ -116,7 +116,7 @@ def test_the_law_is_drawn_through_the_runs_of_each_size() -> None:
         ours = each["N"] == N
         drawn = np.interp(np.log(D[ours]), np.log(each["tokens"]), each["loss"])
         assert drawn == pytest.approx(loss[ours], rel=2e-3)
-        assert np.abs(np.diff(np.log(each["loss"]))).max() < 0.06  # no cliff
+        assert np.abs(np.diff(np.log(each["loss"]))).max() < 0.06  # without a cliff
     assert law_view.drawn_ratio(done, points) is None
     best = law_view.line(done, points, None)
     assert best is not None and len(lines) == 5

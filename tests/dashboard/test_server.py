@@ -51,7 +51,7 @@ def test_only_its_own_host_and_origin_are_served(port) -> None:
     foreign = ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "0.0.0.0", "")
     for host in (*foreign, "localhost@evil", "[::1"):
         assert ask(port, "/api/runs", Host=host).status == 400, host
-    for host in (f"localhost:{port}", "127.0.0.1:9999", "[::1]:80"):  # a tunnel has another port
+    for host in (f"localhost:{port}", "127.0.0.1:9999", "[::1]:80"):  # a tunnel may change the port
         assert ask(port, "/api/runs", Host=host).status == 200, host
     assert ask(port, "/", Origin="http://evil.example").status == 403
     for origin in ("null", "http://[", ""):
@@ -144,7 +144,7 @@ def test_a_run_that_is_deleted_disappears_without_a_note(tmp_path: Path) -> None
     (gone,) = [key for key in stamps if "mini" in source.label(key)]
     for file in (root / "mini-20x").iterdir():
         file.unlink()
-    source.scan = lambda: stamps  # the scan came before the deletion
+    source.scan = lambda: stamps  # the deletion came after the scan
     watcher.refresh()
     assert len(watcher.snapshot.runs) == 2 and watcher.snapshot.notes == ()
     assert watcher.page(gone) is None
@@ -203,7 +203,7 @@ def test_nothing_that_schemathesis_generates_breaks_it(port, tmp_path: Path) -> 
     schema = f"http://127.0.0.1:{port}/api/openapi.json"
     command = [sys.executable, "-m", "schemathesis.cli", "run", schema]
     command += ["--checks", "not_a_server_error", "--max-examples", "15", "--seed", "1"]
-    # It leaves a cache in the working directory.
+    # schemathesis leaves a cache in the working directory.
     found = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
     assert "Tested: 3" in found.stdout

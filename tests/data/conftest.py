@@ -42,7 +42,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 @contextmanager
 def refused(key: str, kind: type[UserError] = DataError) -> Iterator[None]:
-    """The block fails with this class, in one line that names the key."""
+    """Check that the block raises this class, with one line that names the key."""
     with pytest.raises(kind) as caught:
         yield
     assert key in str(caught.value) and "\n" not in str(caught.value)

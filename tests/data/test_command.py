@@ -53,7 +53,7 @@ def test_tokenizer_on_a_weighted_sample(tmp_path: Path) -> None:
     assert Tokenizer.open(out).fingerprint == made["fingerprint"]
     assert json.loads(launch(*train, "--out", out).stdout) == made
     weighted = [*train, "--weight", f"{tmp_path}/a.jsonl=1e-9", "--sample-bytes", 100_000]
-    with refused("out="):  # another tokenizer is there
+    with refused("out="):  # the file has another tokenizer
         launch(*weighted, "--out", out)
     launch(*weighted, "--out", tmp_path / "w.model")
     one = Tokenizer.open(tmp_path / "w.model")

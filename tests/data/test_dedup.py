@@ -37,7 +37,7 @@ def word_hashes(text: str) -> list[int]:
 
 
 def words_of(text: str) -> list[str]:
-    """Split by the characters' names, one character at a time."""
+    """Split one character at a time, by the names of the characters."""
     spelled = ""
     for character in text.lower():
         word = character == "_" or unicodedata.category(character)[0] in "LMN"
@@ -62,7 +62,7 @@ def estimate(a: str, b: str) -> float:
 
 
 def near_pairs(texts: list[str]) -> set[tuple[int, int]]:
-    """Pairs that share a band and are similar."""
+    """Return the pairs that share a band and are similar."""
     grams = [shingles(text.encode(), NEAR.ngram) for text in texts]
     bottoms = [bottom(g) for g in grams]
     keys = [set(band_keys(g, NEAR).tolist()) for g in grams]
@@ -184,7 +184,7 @@ def test_union_find_compared_with_plain_sets() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_joining_takes_the_memory_of_a_block(tmp_path: Path) -> None:
-    """The pairs of a corpus are many times the driver's memory."""
+    """The pairs of a large corpus do not fit into the driver's memory."""
     documents = 2**16
     stem = tmp_path / "sketch-00000"
     np.save(stem.with_suffix(".exact.npy"), np.zeros(0))
@@ -203,7 +203,7 @@ def test_joining_takes_the_memory_of_a_block(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_sketch_in_parts_is_the_same_sketch(tmp_path, monkeypatch):
-    """A compressed file is one task of any length: its sketch is written when it has grown."""
+    """A compressed file is one task, however long: its sketch is written whenever it has grown."""
     texts = [text for text in planted(1000, seed=5) for _ in range(2)]
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(write_jsonl(tmp_path / "a.jsonl", texts).read_bytes(), 1))
@@ -281,7 +281,7 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
     manifest = make([source], tmp_path / "out", tokenizer, decontaminate=against(held_out))
     assert manifest.stages[-2].dropped == {"overlap": (1, len(texts[7].encode()))}
 
-    # Shorter held-out texts by all their words, down to eight; without spaces, by characters.
+    # Held-out texts of 8 to 12 words match as a whole; texts without spaces, by characters.
     short = ["Which ten words are all that this question has got?", "Yes, it is."]
     short.append("一九八四年春，我在北京的胡同里遇见了他。")
     tainted = [f"{texts[1]} {short[0].upper()} Seven.", f"他说：{short[2]}后来呢？"]

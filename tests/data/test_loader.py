@@ -28,7 +28,7 @@ def check_ranks(make: Callable[[], Loader], world: int, steps: Sequence[int]) ->
     whole = make()
     for step in steps:
         batch = whole.batch(step)
-        loader = make()  # as after a restart
+        loader = make()  # as it is after a restart
         parts = [loader.batch(step, rank, world) for rank in range(world)]
         assert sum(part.hash for part in parts) % 2**64 == batch.hash
         for name, tensor in batch.inputs.items():
@@ -105,7 +105,7 @@ def test_noise_is_the_same_on_any_number_of_ranks(corpus, objective, packing):
         return Loader(corpus, split, seq=seq, rows=ROWS, seed=seed, packing=packing, noise=noise)
 
     check_ranks(fresh, 4, (0, 7, 10**6))
-    # Held-out text has the same noise in every run, in whatever order it is read.
+    # Held-out text has the same noise in every run and in any order.
     found = []
     for seed in (3, 4):
         loader = fresh(seed, "valid")
@@ -155,7 +155,7 @@ def test_seeds_and_epochs_change_the_order(corpus: Corpus, loader: Loader) -> No
 
 
 def test_windows_cross_shards(corpus: Corpus, stream: np.ndarray) -> None:
-    """One window as long as the corpus: every shard border is inside it."""
+    """One window is as long as the corpus, so every border of shards is inside it."""
     long = Loader(corpus, "train", seq=len(stream) - 1, rows=1, seed=0)
     assert long.windows == 1
     assert np.array_equal(long.batch(0).tokens_BS[0].numpy(), stream[:-1])

@@ -65,7 +65,7 @@ def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype
 
 
 def test_the_split_is_stable_when_tokens_are_added(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """The text decides, however its ids are stored and whether or not its end is among them."""
+    """Only the text decides, not the type of its ids nor whether they include its end."""
     encoded = [tokenizer.encode(text).tolist() for text in some_texts(60)]
     few = write_megatron(tmp_path / "few", [[ids] for ids in encoded[:30]])
     many = write_megatron(tmp_path / "many", [[[*ids, tokenizer.eod]] for ids in encoded], 8, "<u2")
@@ -84,7 +84,7 @@ def test_the_split_is_stable_when_tokens_are_added(tmp_path: Path, tokenizer: To
 def test_an_index_is_read_in_stretches(
     tmp_path, tokenizer, monkeypatch, documents, sequences, most
 ):
-    """For any stretch length every document occurs once; one without sequences is none."""
+    """For any stretch length, each document with a sequence occurs exactly once."""
     given: list[list[list[int]]] = [
         [[5, 6], [7]],
         [],
@@ -134,7 +134,7 @@ def test_our_own_shards_as_a_source(corpus: Corpus, tmp_path: Path, tokenizer: T
     splits = corpus.manifest.splits.values()
     assert again.splits["train"].tokens == sum(s.tokens for s in splits)
     assert again.splits["train"].bytes == sum(s.bytes for s in splits)
-    # With the same share, the split is the same: no held-out document is trained on.
+    # The same share gives the same split: no held-out document becomes training data.
     make([corpus.path], tmp_path / "split", tokenizer, valid_share=0.1)
     before = sorted(all_documents(corpus, "valid"))
     assert before == sorted(all_documents(Corpus.open(tmp_path / "split"), "valid"))
@@ -158,7 +158,7 @@ def test_wrong_tokenizer_and_broken_files(tmp_path: Path, tokenizer: Tokenizer) 
     fails("--tokenizer", good, dedup={"exact": True})
     fails("--tokenizer", good, normalise={"pii": True})
     fails("--tokenizer", good, filters={"quality": {}})
-    # Each number in turn: lengths 3 2 1 at byte 34, offsets 0 12 20 at 46, ends 0 2 3 at 70.
+    # Each number is damaged in turn: lengths 3 2 1 at byte 34, offsets 0 12 20 at 46, ends 0 2 3 at 70.
     three = write_megatron(tmp_path / "three", [[[5, 6, 7], [8, 9]], [[4]]])
     whole = three.read_bytes()
     for at, code, number, name in (

@@ -25,7 +25,7 @@ def source(name: str, tokens: int) -> SourceShare:
 
 
 def test_gpt3s_table() -> None:
-    """Tokens, weights and epochs at 300B as the paper prints them."""
+    """Tokens, weights and epochs for 300B tokens, from the paper."""
     table = {
         "crawl": (410, 0.60, 0.44),
         "webtext": (19, 0.22, 2.9),
@@ -73,7 +73,7 @@ def test_capped_sources_give_their_share_to_the_others() -> None:
     assert few[0].epochs is not None and 3.99 < few[0].epochs <= 4
     assert sum(share.weight or 0 for share in few) == 1
     tiny = [source("a", 10**10), source("b", 10**5)]
-    with refused("819,200,000", ConfigError):  # the remedy: so many mixture.tokens
+    with refused("819,200,000", ConfigError):  # the remedy names these mixture.tokens
         mixed(tiny, Mixture(weights={"a": 0.5, "b": 0.5}, tokens=10**10, most_epochs=2))
 
 

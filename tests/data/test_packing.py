@@ -75,7 +75,7 @@ def test_rows_are_whole_documents(corpus: Corpus) -> None:
     ("objective", "packing"),
     [
         *((each, "best-fit") for each in (Causal(), Masked(rate=0.4), Replaced())),
-        (Masked(rate=0.999), "concatenate"),  # more than the words of rows with a document's end
+        (Masked(rate=0.999), "concatenate"),  # rows may have too few words
     ],
 )
 def test_every_token_of_a_batch_counts_the_same(

@@ -26,7 +26,7 @@ EOD = 2
 
 
 def shard_of(documents: list[list[int]]) -> np.ndarray:
-    """Documents with so many tokens in each part; every token is the number of its part."""
+    """Write documents with these numbers of tokens per part; each token is the number of its part."""
     parts = [length for document in documents for length in document]
     return np.concatenate([[*[10 + i] * n, EOD] for i, n in enumerate(parts)]).astype(np.uint16)
 
@@ -67,7 +67,7 @@ def sentence(number: int, language: str) -> str:
 
 @pytest.fixture(scope="module")
 def triples(ray_cluster, tokenizer, tmp_path_factory) -> tuple[Corpus, list[dict]]:
-    """A file of each kind; some rows are in two languages only, some are of no use."""
+    """Write a file of each kind. Some rows have only two languages, and some cannot be used."""
     folder = tmp_path_factory.mktemp("pairs")
     rows = [{name: sentence(i, name) for name in LANGUAGES} for i in range(300)]
     for row in rows[::10]:

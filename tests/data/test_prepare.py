@@ -48,7 +48,7 @@ def replace_content(path: Path, content: bytes) -> None:
 
 
 def test_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
-    """Tokenizer training included; one worker really is one at a time."""
+    """This includes the training of a tokenizer. One worker means one task at a time."""
     line = json.dumps({"text": "the shard of the loss " * 40}).encode() + b"\n"
     write_jsonl(tmp_path / "a.jsonl", some_texts(400)).open("ab").write(line * 9000)
     (tmp_path / "b.txt").write_text("\n".join(some_texts(30, seed=2)))
@@ -196,7 +196,7 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer, fails: Fails) -> None:
 
 
 def test_a_line_of_one_gigabyte(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A hole in the file: a gigabyte to read, none on disk. 61 tasks meet it, and one reports it."""
+    """The file has a hole: a gigabyte to read, none on disk. 61 tasks find it, and one reports it."""
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
     position = source.stat().st_size
     with source.open("r+b") as file:
@@ -232,7 +232,7 @@ def test_unfinished_work_of_other_arguments_does_not_matter(tmp_path, tokenizer,
 
 @pytest.mark.parametrize("source", ["nest", "nest/**/*.jsonl", "nest/*/*", "link"])
 def test_out_within_a_source_is_not_read(tmp_path, tokenizer, fails, monkeypatch, source):
-    """Neither the shards of an unfinished call nor the files of a finished one, nor through links."""
+    """Not the shards of an unfinished call, not the files of a finished one, and not through links."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nest" / "text").mkdir(parents=True)
     bad = write_jsonl(tmp_path / "nest" / "text" / "a.jsonl", some_texts(50))
@@ -324,7 +324,7 @@ def test_full_disk_then_space(tmp_path, disk, tokenizer, fails):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_file_that_changes_between_the_passes(tmp_path, monkeypatch, fails, lost):
-    """What dedup keeps would be applied to other documents."""
+    """Otherwise dedup's decisions would be applied to other documents."""
     source = tmp_path / "a.jsonl.gz"
     lines = [json.dumps({"text": text}) + "\n" for text in some_texts(50)]
     source.write_bytes(gzip.compress("".join(lines).encode()))
@@ -339,7 +339,7 @@ def test_a_file_that_changes_between_the_passes(tmp_path, monkeypatch, fails, lo
 
 
 def test_a_full_disk_is_an_error_of_every_writer(disk: Path) -> None:
-    """numpy's own writer has no error number, and a mapped file would end the process."""
+    """numpy's own writer gives no error number, and a mapped file would end the process."""
     with refused("disk full"):
         save(disk / "a.npy", np.zeros(2**16))
     with refused("disk full"):

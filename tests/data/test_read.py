@@ -122,7 +122,7 @@ def test_a_dataset_and_its_files_are_one_source(tmp_path: Path) -> None:
     assert pieces_of(hub) == before
     (tmp_path / "files" / "1.jsonl").open("a").write("{}\n")
     after = pieces_of(hub)
-    assert after != before  # its stamp has changed
+    assert after != before  # its time stamp has changed
     [bad] = [found for found in documents(after) if isinstance(found, Malformed)]
     assert (bad.path, bad.position) == (f"{hub} shard 1 of 2", 1)
 
@@ -141,7 +141,7 @@ def test_parquet_with_long_rows_and_damage(tmp_path, monkeypatch, writing):
     table = pyarrow.table({"n": list(range(401)), "text": texts})
     pyarrow.parquet.write_table(table, path, data_page_size=1000, write_batch_size=5, **writing)
     [piece] = pieces_of(path)
-    for batch_bytes in (columns.BATCH_BYTES, 3000, 1):  # rows at a time: 256, a few, one
+    for batch_bytes in (columns.BATCH_BYTES, 3000, 1):  # it reads 256 rows at a time, a few, or one
         monkeypatch.setattr(columns, "BATCH_BYTES", batch_bytes)
         assert documents([piece]) == texts
     monkeypatch.setattr(columns, "DOCUMENT_BYTES", 100_000)
@@ -199,7 +199,7 @@ def test_a_column_with_a_dot_in_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["offsets", "end", "reader"])
 def test_a_damaged_arrow_file_is_one_line(tmp_path, monkeypatch, damage):
-    """Also where Arrow itself would crash the process, and whatever else a reader raises."""
+    """This includes files that crash Arrow's process, and any other exception of a reader."""
     column = pyarrow.array(some_texts(30))
     if damage == "offsets":
         _, offsets, data = column.buffers()
@@ -351,7 +351,7 @@ def test_a_limit_ends_at_the_document_that_reaches_it(tmp_path: Path) -> None:
 
 
 def test_the_files_of_a_glob_share_a_limit(tmp_path: Path) -> None:
-    """In proportion to their sizes; of many small files, some are read, and the rest is reported."""
+    """Files share it in proportion to their sizes. Of many small files, only some are read."""
     lines = {"a": 4000, "b": 2000, "c": 2000}
     for name, count in lines.items():
         write_jsonl(tmp_path / f"{name}.jsonl", [name * 87] * count)
@@ -384,7 +384,7 @@ def test_pieces_count_by_what_is_read_of_them_and_quickly(tmp_path: Path) -> Non
     tiny = [[Piece("s", "text", f"{i}", 0, 9, 9)] for i in range(40_000)]
     start = time.process_time()
     [task] = sources._group(sources._shared(tiny, 9 * 30_000), MB)
-    assert len(task) == 30_000 and time.process_time() - start < 4  # it was quadratic: a minute
+    assert len(task) == 30_000 and time.process_time() - start < 4  # it once took a minute
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def arguments(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def address(ray_cluster: None) -> Iterator[None]:
-    """Drivers join the session's Ray, as on a cluster."""
+    """Drivers join the Ray of the test session, as on a cluster."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def address(ray_cluster: None) -> Iterator[None]:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers start a Ray of their own."""
+    """Each driver starts its own Ray."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -105,14 +105,14 @@ def disturb(arguments: list[str], out: Path) -> None:
         raise TooLateError
     driver.wait()
     before = records("sketch-*.json")
-    driver = start(arguments, out)  # lose workers there, and the driver during the shards
+    driver = start(arguments, out)  # kill workers there, and the driver while it writes shards
     kill_workers("sketch", driver)
     wait_for(lambda: records("0*.json"), driver)
     driver.kill()
     driver.wait()
     if (out / "manifest.json").exists() or not before < records("sketch-*.json"):
         raise TooLateError
-    driver = start(arguments, out)  # lose workers during the shards
+    driver = start(arguments, out)  # kill workers while they write shards
     kill_workers("tokenize", driver)
     output = driver.communicate()[0]
     assert driver.returncode == 0, output
@@ -161,7 +161,7 @@ def test_a_node_is_lost(undisturbed, alone, arguments, tmp_path):
     command = [sys.executable, "-c", NODE_LOSS, tmp_path / "out", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "node removed" in done.stdout, done.stderr
-    assert "raylet" not in done.stdout and "raylet" in done.stderr  # what Ray says about it
+    assert "raylet" not in done.stdout and "raylet" in done.stderr  # Ray's own message
     assert contents(tmp_path / "out") == undisturbed
 
 
@@ -211,7 +211,7 @@ def test_a_private_ray_session_is_closed_and_leaves_logs_of_failures_but_no_proc
         assert stranger.returncode == 1 and b"InvalidAuthToken" in stranger.stderr
         assert not Path(folder, ".ray").exists()  # where Ray itself would write a token
         sessions = [path for path in Path(folder, "ray").glob("session_2*") if path.is_dir()]
-        assert len(sessions) == 2  # the one that failed, and the one that is running
+        assert len(sessions) == 2  # the failed driver, and the running one
         assert all((session / "logs").is_dir() for session in sessions)
         agents = using(folder)
         assert len(agents) >= 2

@@ -54,7 +54,7 @@ def make(name: str, device: str = DEVICE, dtype: torch.dtype = torch.float32, **
 
 
 def compile_blocks(model: Decoder) -> Decoder:
-    """As parallel/build_engine.py does it."""
+    """Build a model like parallel/build_engine.py."""
     for block in (*model.blocks, *(ahead.block for ahead in model.ahead)):
         block.forward = torch.compile(block.forward)
     return model
@@ -127,7 +127,7 @@ def test_decoding_with_a_cache_equals_the_whole_forward_pass(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "moe"])
 @torch.no_grad()
 def test_a_recorded_pass_generates_what_single_passes_do(name):
-    """Two prompts of different lengths, and two generations in a row."""
+    """Generate twice for two prompts of different lengths."""
     model = make(name).eval()
     prompts = [batch()[0][0, :12].tolist(), batch()[0][1, :7].tolist()]
     expected = []
@@ -198,7 +198,7 @@ def run_config(dtype: str, recipe: str):
 
 
 def _save_and_resume(_rank: int, config, root: Path) -> None:
-    """Six steps, a checkpoint after the third; the last three steps again from that checkpoint."""
+    """A run of six steps saves after the third; the last three are repeated from there."""
     from pipeline.checkpoint.restore import load, newest
     from pipeline.checkpoint.save import Saver
     from pipeline.objective.batch import Micro

@@ -48,7 +48,7 @@ def test_a_run_is_exported_imported_and_continued(trained, exported, corpus, ins
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=1e-4)
 
-    # greedy text is the same by either generate; AutoTokenizer's ids are ours
+    # both `generate` functions give the same greedy text, and AutoTokenizer our ids
     tokenizer = AutoTokenizer.from_pretrained(exported)
     pieces = Tokenizer.open(corpus / "tokenizer.model")
     r = random.Random(0)
@@ -132,7 +132,7 @@ def test_prompts_are_continued(trained, inside, tmp_path):
 
 
 def test_another_tokenizer_is_an_error_everywhere(trained, corpus, inside, tmp_path):
-    """Of the same size, so that nothing else would show it."""
+    """Both have the same size, so only the fingerprint shows the difference."""
     other, mine = tmp_path / "other", Manifest.load(corpus).tokenizer.fingerprint
     shutil.copytree(corpus, other)
     model = train(some_texts(300), 512, controls=("<pad>", "<mask>"))
@@ -156,7 +156,7 @@ def test_another_tokenizer_is_an_error_everywhere(trained, corpus, inside, tmp_p
         printed = inside(*refused, code=2)
         assert theirs.fingerprint in printed and mine in printed
     inside("pretrain", "--resume", "--out", trained, "--data", other, code=2)
-    (imported / "tokenizer.model").unlink()  # nobody knows: the sizes alone are compared
+    (imported / "tokenizer.model").unlink()  # unknown, so only the sizes are compared
     inside("evaluate", "--run", imported, "--data", other)
     inside(*generate, trained, "--tokenizer", corpus / "tokenizer.model")
     larger = tmp_path / "larger.model"
@@ -203,7 +203,7 @@ def test_other_tokenizers_keep_their_ids_or_have_no_class(tmp_path):
         pieces = Tokenizer(model.getvalue())
         (tmp_path / kind).mkdir()
         _write_tokenizer(pieces, tmp_path / kind, None)
-        if kind == "bpe":  # as Llama's, with a space before every text
+        if kind == "bpe":  # like Llama's, with a space before every text
             theirs = AutoTokenizer.from_pretrained(tmp_path / kind)
             for text in ("the state", " two  words\n", "é\t🦊"):
                 ids = theirs(text)["input_ids"]

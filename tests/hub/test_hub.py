@@ -1,4 +1,4 @@
-"""Our models against Hugging Face's: one of theirs becomes ours and goes back; logits, losses, gradients are equal."""
+"""A model of Hugging Face becomes ours and is converted back; logits, losses and gradients are equal."""
 
 import json
 
@@ -48,7 +48,7 @@ YARN = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
 TINY = ["model.vocab=128", "model.seq=64", "model.layers=4"]
-# Settings of a model_type, whose usual class is meant; or a class and its settings.
+# A model_type and its settings, for its usual class; or a class and its settings.
 CASES = {
     "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
              "bos_token_id": None, "eos_token_id": None},
@@ -98,7 +98,7 @@ def random_hub_model(case):
         make = getattr(transformers, settings[0])
         settings = settings[1]
     theirs = make(AutoConfig.for_model(case.partition(",")[0], **settings))
-    if case == "t5, v1.1":  # transformers ties it until its file has a head
+    if case == "t5, v1.1":  # transformers ties the head until the file has one
         theirs.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
         theirs.config.tie_word_embeddings = False
     with torch.no_grad():

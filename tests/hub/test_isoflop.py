@@ -18,7 +18,7 @@ from pipeline.model.decode import beam_search, generate
 from tests.hub.test_hub import assert_gradients
 
 SMALL = ["model.vocab=96", "model.seq=64", "model.layers=3", "model.width=32"]
-QUIET = ["ffn.aux_loss=0.0", "ffn.seq_aux_loss=0.0", "ffn.z_loss=0.0"]  # not in theirs
+QUIET = ["ffn.aux_loss=0.0", "ffn.seq_aux_loss=0.0", "ffn.z_loss=0.0"]  # only we have them
 MODELS = {
     "isoflop": ("isoflop", []),
     "grouped": ("isoflop", ["attention.kv_heads=1", "residual_scales=true", "attention.window=6"]),

@@ -36,7 +36,7 @@ PUBLISHED = {
 
 # Published for the classes without heads.
 HEADS = {"albert": ("head.", "transform.", "row_head.out."), "distilbert": ("head.", "transform.")}
-# Marian counts two tables of 1,024 sinusoidal positions, which nobody learns.
+# Marian counts two tables of 1,024 sinusoidal positions, which are not trained.
 FIXED = {"transformer": 2 * 1024 * 512}
 
 
@@ -96,7 +96,7 @@ def test_an_encoder_decoder_generates_what_theirs_does(case, tmp_path):
     found = generate(ours, [[2], [2]], 9, sources=sources)
     for source, tokens in zip(sources, found, strict=True):
         row = [2]
-        for _ in range(9):  # the whole forward pass of theirs, without any cache
+        for _ in range(9):  # their whole forward pass, without a cache
             logits = theirs(
                 input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([row])
             ).logits
@@ -124,7 +124,7 @@ def test_a_padded_source_is_the_source_alone(case, tmp_path):
     torch.testing.assert_close(padded, want, atol=1e-5, rtol=1e-5)
     alone = ours(given["tokens_BS"][1:], source_BE=given["source_BE"][1:, :length])
     torch.testing.assert_close(padded[1:], alone, atol=1e-5, rtol=1e-5)
-    # Two pairs in one row, and padding on both sides: each has the logits of its own row.
+    # Two pairs in one row, with padding on both sides, have the logits of separate rows.
     pairs = [
         Pair(s.numpy(), 2, t.numpy()) for s, t in zip(*(given[n] for n in _SIDES), strict=True)
     ]

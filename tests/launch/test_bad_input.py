@@ -101,7 +101,7 @@ def begun(corpus, out) -> Path:
 
 
 def test_continuing_something_else(begun, corpus, tmp_path):
-    """A run that exists, another config, another version, other data, another world."""
+    """Resume with another config, version or data, or refuse a run that exists."""
 
     def refused(*arguments: object) -> str:
         """In a separate process, which frees the lock of a refused run when it ends."""
@@ -170,7 +170,7 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
     beside it, and --resume goes on once there is room."""
     out = small_disk / "run"
     filler = small_disk / "filler"
-    # The ranks are stopped on purpose and woken: that is no hang. No spare ranks start either.
+    # The ranks are suspended on purpose, which must not count as a hang. No preloader starts.
     sets = ("model.layers=1", "train.save_every=10", "train.hang_s=100", "train.max_restarts=0")
     often = [part for each in sets for part in ("--set", each)]
     asked = (*TINY, "--steps", 40, "--data", corpus, "--out", out, *often)
@@ -180,7 +180,7 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
         for line in process.stdout:
             if f"saved {held}" in line:
                 break
-        freeze(out, signal.SIGSTOP)  # or it would save again before the disk is full
+        freeze(out, signal.SIGSTOP)  # otherwise it saves again before the disk is full
         predicted = checkpoint_bytes(reload(out / "config.toml"))
         with filler.open("wb") as file:
             file.write(b"\0" * (shutil.disk_usage(small_disk).free - predicted + short_bytes))
@@ -268,7 +268,7 @@ def test_a_dangling_link_is_named(tmp_path, inside):
 
 
 def test_runs_that_are_missing_have_a_remedy_that_works(tmp_path, inside, monkeypatch):
-    """The remedy was the directory that is missing."""
+    """The remedy once named the missing directory itself."""
     monkeypatch.chdir(tmp_path)
     for words in ("fit", "forecast --size 1b", "score", "dashboard --static page.html"):
         error = inside(*words.split(), "--runs", "runs/demo", code=2)
@@ -276,7 +276,7 @@ def test_runs_that_are_missing_have_a_remedy_that_works(tmp_path, inside, monkey
 
 
 def test_a_sweep_for_gpus_is_refused_without_one(corpus, tmp_path, inside, monkeypatch):
-    """It began a ladder for 8 H100s on two cores, without a word."""
+    """It once began a ladder for 8 H100s on two cores, without a warning."""
     out = tmp_path / "runs"
     monkeypatch.setattr(Devices, "here", lambda: Devices(0, 2**34, "CPU"))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -286,6 +286,6 @@ def test_a_sweep_for_gpus_is_refused_without_one(corpus, tmp_path, inside, monke
     assert "the sweep `cpu`" in error and "--cpu" in error and not out.exists()
     assert "hours on 8 × h100" in " ".join(inside("sweep", "plan", "ladder").split())
     planned = json.loads(inside("sweep", "plan", "ladder", "--data", corpus, "--json"))["runs"]
-    for each in planned[1:]:  # the hours are those of the run that is missing
+    for each in planned[1:]:  # the hours are those of the missing run
         make_run(out, each["name"], 1e6, 1e7, steps=20)
     assert "about 20,000 hours" not in inside(*run, code=2)

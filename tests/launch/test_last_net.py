@@ -54,7 +54,7 @@ def test_a_path_that_the_system_refuses_is_named(monkeypatch, capsys) -> None:
     assert run(monkeypatch, OSError(36, "File name too long", "/some/" + "a" * 1000)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: /some/") and "File name too long" in line and len(line) < 600
-    assert run(monkeypatch, OSError(28, "No space left on device")) == 2  # of stdout
+    assert run(monkeypatch, OSError(28, "No space left on device")) == 2  # while it prints
     assert "output cannot be written" in capsys.readouterr().err
 
 
@@ -69,7 +69,7 @@ def test_an_interrupt_is_one_word(monkeypatch, capsys) -> None:
 
 
 def test_an_interrupt_during_an_import_is_not_ignored(tmp_path) -> None:
-    """Python ignores exceptions in destructors, also that of Ctrl-C."""
+    """Python ignores exceptions in destructors, including that of Ctrl-C."""
     (tmp_path / "heavy.py").write_text(
         "import os, signal\n"
         "class Dropped:\n"
@@ -84,7 +84,7 @@ def test_an_interrupt_during_an_import_is_not_ignored(tmp_path) -> None:
         env=environment(PYTHONPATH=str(tmp_path)),
         capture_output=True,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's & ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it after &
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 

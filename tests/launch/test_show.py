@@ -101,8 +101,8 @@ def test_doctor_prints_what_it_has_found_before_it_looks_further():
         command("doctor"), stdout=pipe, text=True, env=env, start_new_session=True
     ) as looking:
         assert looking.stdout and looking.stdout.readline().startswith("✓ python")
-        assert looking.poll() is None  # every package is still to be imported
-        os.killpg(looking.pid, signal.SIGKILL)  # and the processes that import
+        assert looking.poll() is None  # no package is imported yet
+        os.killpg(looking.pid, signal.SIGKILL)  # also ends the processes that import packages
 
 
 def test_shell_completion_is_there():

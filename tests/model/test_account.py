@@ -146,7 +146,7 @@ TWO_STACKS = any_of(encoder_layers=[2], source_seq=[None, 64], own_encoder_embed
 
 @st.composite
 def models(draw):
-    """Any architecture that the types allow."""
+    """Draw any architecture that the types allow."""
     pick = lambda *options: draw(st.sampled_from(options))  # noqa: E731
     attention = draw(GQA | MLA) | draw(SCORES)
     grouped = attention["kind"] == "gqa"
@@ -182,7 +182,7 @@ def grouped(a, b, *_args, out_shape=None, **_kwargs):
 def counted(model, tokens, **fields):
     """FLOPs of a step by torch's operation, and the numbers that autograd kept of it."""
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
-    with counter, sdpa_kernel(SDPBackend.MATH):  # every matmul is one that torch counts
+    with counter, sdpa_kernel(SDPBackend.MATH):  # torch counts every matmul of a step
         model(tokens[:, :-1], tokens[:, 1:], **fields).total.backward()
     return {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
 
@@ -211,7 +211,7 @@ def test_any_architecture_has_exact_parameters_and_flops_and_a_gradient_everywhe
     # The first token of a row is a share of a token, which the count rounds down.
     matmul = sum(by_op.values()) - by_op["aten.bmm"]
     assert 0 <= matmul - flops.matmul * 2 * cfg.seq <= 6 * 2 * cfg.seq * bool(cfg.row_classes)
-    # plain attention computes what the mask of a decoder hides too
+    # plain attention also computes what the mask of a decoder hides
     seen = account.flops_per_token(full).attention
     causal = account.sum_blocks(full, lambda _, layer: account._scores(full, layer))
     assert by_op["aten.bmm"] == (seen + causal * cfg.causal) * 2 * cfg.seq
@@ -254,7 +254,7 @@ def test_recomputed_flops_equal_torchs_count(arch, more):
     assert flops[1] - flops[0] == expected[1] > 0
     counts = [account.flops_per_token(cfg, recompute=each) for each in (False, "selective", True)]
     assert len({each.model for each in counts}) == 1  # recomputed FLOPs do not count for MFU
-    # Plain attention computes what the mask hides too.
+    # Plain attention also computes what the mask hides.
     hidden = account.flops_per_token(cfg).attention // 3 * 64
     last = 2 * 3 * cfg.width * getattr(cfg.ffn, "dense_hidden", cfg.ffn.hidden) * 64
     assert expected[2] + hidden - last <= flops[2] - flops[0] <= expected[2] + hidden

@@ -1,4 +1,4 @@
-"""Fast attention against its eager twin, masks against what they should hide, positions against transformers'."""
+"""Fast attention against its eager twin, masks against their definitions, positions against transformers'."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ def visible(row: int, query: int, key: int, how: dict) -> bool:
 
 
 def test_the_mask_of_a_prefix_is_that_of_transformers():
-    """PaliGemma's: the tokens of the prefix are one block."""
+    """As in PaliGemma, the tokens of the prefix are one block."""
     config = AutoConfig.for_model("llama", attn_implementation="sdpa")
     block = torch.where(torch.arange(16) < PADDING[:, None], 0, -1)
     embedded = torch.zeros(2, 16, 8)
@@ -79,7 +79,7 @@ def test_a_mask_hides_what_it_should(how):
 @pytest.mark.parametrize("flex", [False, True], ids=["sdpa", "flex"])
 @pytest.mark.parametrize("how", MASKS)
 def test_attention_equals_its_eager_twin(how, flex):
-    """Values, and without flex, whose backward needs a GPU, gradients too."""
+    """Compare values and, except for flex, whose backward needs a GPU, gradients."""
     q, k, v = tensors()
     truth = make_mask(16, 16, torch.device("cpu"), **MASKS[how])
     mask = make_mask(16, 16, torch.device("cpu"), **MASKS[how], flex=True) if flex else truth
@@ -107,7 +107,7 @@ def test_attention_equals_its_eager_twin(how, flex):
 
 
 def test_the_eager_twin_is_the_definition():
-    """One query by hand, with everything at once."""
+    """One query with all settings at once, computed by hand."""
     q, k, v = (t.double() for t in tensors())
     bias, sinks = torch.randn(4, 16, 16).double(), torch.randn(4).double()
     mask = make_mask(16, 16, torch.device("cpu"), window=4, documents_BK=DOCUMENTS)
@@ -145,7 +145,7 @@ def test_documents_in_one_row_are_each_document_alone(kind, stack):
 
 
 def test_buckets_are_t5s():
-    # Here, because its imports take two seconds in every worker.
+    # Imported here, because that takes two seconds.
     from transformers.models.t5.modeling_t5 import T5Attention
 
     shapes = [(32, 128), (8, 32), (16, 20)]

@@ -1,4 +1,4 @@
-"""How a model is built and drawn."""
+"""How a model is built, and how its weights are drawn."""
 
 import hashlib
 
@@ -23,7 +23,7 @@ def test_recompute_changes_no_number():
 
 
 def test_the_draw_depends_on_seed_and_name_alone():
-    """Not on threads either; and torch draws none of its own."""
+    """Nor on threads. Torch itself draws no weights."""
     sets = ["recipe=adamw", "model.vocab=64"]
     cfg = load(size="tiny", sets=sets).model
     deeper = load(size="tiny", sets=[*sets, "model.layers=6"]).model

@@ -223,7 +223,7 @@ def test_draws_follow_the_softmax_within_what_top_k_and_top_p_leave():
     two = torch.tensor([0, 0.4, 0, 0.3, 0]) / 0.7
     torch.testing.assert_close(seen(temperature=1.0, top_k=2), two, atol=0.03, rtol=0)
     torch.testing.assert_close(seen(temperature=1.0, top_p=0.65), two, atol=0.03, rtol=0)
-    assert seen(temperature=1.0, top_p=0.0)[1] == 1  # the likeliest is always left
+    assert seen(temperature=1.0, top_p=0.0)[1] == 1  # at least the likeliest remains
 
 
 def test_beam_search_finds_what_brute_force_finds():
@@ -265,7 +265,7 @@ def test_a_step_costs_one_token_and_its_attention(kind):
         return counter.get_total_flops()
 
     near, far = cost(10), cost(110)
-    # keys of the latent and rope part and values of the latent are what absorbed heads meet
+    # absorbed heads read keys of the latent and rope part, and values of the latent
     per_key = (
         2 * c.heads * (2 * c.head_dim if kind == "gqa" else 2 * c.kv_rank + c.rope_dim) * cfg.layers
     )

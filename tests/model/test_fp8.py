@@ -1,4 +1,4 @@
-"""fp8 matmuls against the rounded numbers multiplied exactly, and against those not rounded at all."""
+"""fp8 matmuls against exact products of the rounded numbers, and against products without rounding."""
 
 import torch
 from torch import nn

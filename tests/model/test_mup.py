@@ -86,7 +86,7 @@ def test_activations_change_equally_at_every_width_only_under_mup():
 
 
 def test_scales_by_width_under_mup():
-    """A latent's rank scales with its head, a router has few outputs; decay is multiplied by what divides the rate."""
+    """A latent's rank scales with its head, a router has few outputs. Decay is multiplied where the rate is divided."""
     sets = [
         "recipe=adamw",
         "model.parametrization=mup",

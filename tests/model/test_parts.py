@@ -83,7 +83,7 @@ def test_deepnorm_shrinks_values_outputs_and_ffn_at_the_start(kind):
     deep, plain = (made(kind, placement=p, layers=2, ffn=MOE) for p in ("deepnorm", "post"))
     beta = (8 * 2) ** -0.25
     a, b = deep.state_dict(), plain.state_dict()
-    # How all other placements begin, in the residual stream's outputs.
+    # All other placements start the outputs to the stream like this.
     output = 1 / math.sqrt(2 * 2)
     at = "blocks.1."
     for name, ratio in {"attention.out.weight": beta / output, "ffn.experts.up": beta, "ffn.shared.up.weight": beta,

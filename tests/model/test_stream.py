@@ -30,7 +30,7 @@ DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5 + [2] * 3, [0] * 12])
 
 
 def model_of(part, **more):
-    """Three layers, grouped queries, and every parameter away from where it starts."""
+    """Three layers with grouped queries. Every parameter differs from its initial value."""
     model = made(layers=3, **{**PARTS[part], **more})
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -53,7 +53,7 @@ def rotated(x, places):
 
 
 def reference(model: torch.nn.Module, tokens, documents):
-    """Logits, from the parameters by name."""
+    """Compute the logits from the parameters by name."""
     c: Model = model.cfg
     w = dict(model.named_parameters())
     norm = lambda x, name: F.rms_norm(x, x.shape[-1:], w.get(f"{name}.gain"), 1e-6)  # noqa: E731

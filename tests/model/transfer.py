@@ -26,7 +26,7 @@ ROWS, SEQ, LAST = 16, 16, 30
 
 
 def model_of(width: int, mup: bool, *more: str) -> Model:
-    """Heads of 16, as many as fit; two layers."""
+    """Two layers, with as many heads of 16 as fit."""
     heads = width // 16
     sets = ["recipe=adamw", f"model.width={width}", f"model.attention.heads={heads}", f"model.attention.kv_heads={heads}",
             "model.attention.head_dim=16", f"model.ffn.hidden={width}", "model.layers=2", f"model.seq={SEQ}",

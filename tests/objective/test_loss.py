@@ -36,14 +36,14 @@ def test_loss_and_gradients_equal_the_plain_ones(chunk, z_loss, ignored, softcap
     want_total, want_nll = plain(*theirs, targets, z_loss, softcap, smoothing)
     torch.testing.assert_close(total.double(), want_total, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(nll.double(), want_nll.detach(), atol=1e-5, rtol=1e-6)
-    (3 * total).backward()  # a scaled gradient, as accumulation gives it
+    (3 * total).backward()  # gradient accumulation scales gradients
     (3 * want_total).backward()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad.double(), b.grad, atol=1e-6, rtol=1e-5)
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any operation gave back."""
+    """Return the largest number of elements that any operation returned."""
 
     seen = 0
 

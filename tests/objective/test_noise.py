@@ -52,7 +52,7 @@ OBJECTIVES: list[Objective] = [
 
 
 def fates(tokens: np.ndarray, before: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Counts of predicted tokens that were hidden, replaced and kept."""
+    """Count the predicted tokens that were hidden, replaced and kept."""
     chosen = targets >= 0
     assert (tokens[~chosen] == before[~chosen]).all()
     assert (targets[chosen] == before[chosen]).all()
@@ -78,10 +78,10 @@ def test_masks_have_the_statistics_of_hugging_face() -> None:
     found = fates(tokens, texts, targets)
     # Five standard deviations of the difference of two counts.
     assert (np.abs(found - wanted) < 5 * np.sqrt(found + wanted)).all()
-    # Theirs scatters around the mean; ours is the same number in every row.
+    # Their number scatters around the mean; ours is the same in every row.
     assert ((targets >= 0).sum(axis=1) == round(0.15 * length)).all()
     assert (labels.numpy() >= 0).sum(axis=1).std() > 5
-    # Every place is as likely: the counts of 512 places scatter as those of a binomial.
+    # Every position is equally likely: the counts of 512 positions scatter like a binomial's.
     places = (targets >= 0).sum(axis=0)
     assert places.std() == pytest.approx(np.sqrt(rows * 0.15 * 0.85), rel=0.2)
     random = tokens[(targets >= 0) & (tokens != MASK) & (tokens != texts)]
@@ -171,7 +171,7 @@ def t5_sentinels(tokens: np.ndarray, noise: np.ndarray) -> list[int]:
 
 
 def noise_of(example: Example, text: Text) -> np.ndarray:
-    """Which tokens of a text were cut out. Every token of the text is different."""
+    """Return which tokens of a text were cut out. Every token of the text is different."""
     assert example.source is not None
     return ~np.isin(text.tokens, example.source)
 
@@ -247,7 +247,7 @@ def test_the_shares_of_a_mixture_are_exact() -> None:
 
 
 def test_spans_are_as_likely_as_those_of_t5() -> None:
-    """All cuts of a short text: each of them, and each as often."""
+    """All possible cuts of a short text occur equally often."""
     draws = 12_000
     rng = np.random.default_rng(0)
     text = different(9)
@@ -258,7 +258,7 @@ def test_spans_are_as_likely_as_those_of_t5() -> None:
     assert ours.keys() == theirs.keys() and len(ours) == 12
     expected = draws / len(ours)
     chi2 = sum((count - expected) ** 2 / expected for count in ours.values())
-    assert chi2 < 35  # 11 degrees of freedom: one in 4,000
+    assert chi2 < 35  # exceeded once in 4,000 times with 11 degrees of freedom
 
 
 @settings(max_examples=200, deadline=None)
@@ -298,7 +298,7 @@ def test_infilling_has_poisson_lengths_and_exact_counts() -> None:
         masks = np.flatnonzero(example.source == MASK)
         assert len(masks) == 51 and len(example.source) == 512 - 154 + 51
         assert (np.diff(masks) > 1).all()
-        # A span is what lies between the two tokens around its mask.
+        # A span consists of the tokens between the two that surround its mask.
         around = np.concatenate(([text.tokens[0] - 1], example.source, [text.tokens[-1] + 1]))
         counts.update((around[masks + 2] - around[masks] - 1).tolist())
     spans = 51 * rows
@@ -335,7 +335,7 @@ def test_sentences_are_permuted_and_whole() -> None:
         assert sorted(parts) == wanted
         orders.add(str(parts))
     assert len(orders) == 50
-    # Without a permutation, what is left is in the order of the text.
+    # Without a permutation, the remaining tokens are in the order of the text.
     source = made(Denoise(permute=False, stops=(7,)), different(100)).source
     assert source is not None and (np.diff(source[source != MASK]) > 0).all()
 
@@ -374,7 +374,7 @@ def test_draws_are_a_function_of_seed_and_sample(objective: Objective) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(OBJECTIVES), st.integers(7, 90), st.integers(0, 2**64 - 1), st.data())
 def test_a_row_does_not_depend_on_the_other_rows_of_its_batch(objective, seq, seed, data) -> None:
-    """Rows are made together, but each is the one that it would be alone."""
+    """Rows are made together, but each is the same as if it were made alone."""
     size = objective.text_length(*objective.lengths(seq, None))
     another = some_text(size, 1).tokens
     texts = [Text(some_text(size, i).tokens, None, size, lambda _: another) for i in range(6)]

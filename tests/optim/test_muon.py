@@ -97,7 +97,7 @@ def test_a_skipped_step_changes_nothing_even_with_nan(normalize):
 
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
 def test_a_batch_is_orthogonalized_like_its_matrices(shape):
-    """GPUs do batches. The result is nearly orthogonal: singular values between 0.7 and 1.2."""
+    """GPUs use batches. The result is nearly orthogonal: its singular values are between 0.7 and 1.2."""
     torch.manual_seed(1)
     batch = torch.randn(5, *shape).bfloat16()
     single = torch.stack([iterate(matrix.clone()) for matrix in batch])
@@ -125,7 +125,7 @@ def test_rows_are_normalized_and_the_norm_stays():
         assert found.float().norm().item() == pytest.approx(norm, rel=1e-2)
         if step == 0:
             norms = found[0].float().norm(dim=1)
-            assert norms.max() < 1.02 * norms.min()  # the first step makes all rows alike
+            assert norms.max() < 1.02 * norms.min()  # the first step makes all rows equal
         variance = now
 
 

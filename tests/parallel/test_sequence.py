@@ -65,7 +65,7 @@ def train(cfg, batches, sp=None):
     model = build_model(cfg.model, z_loss=cfg.optim.z_loss, loss_chunk=16)
     init_weights(model, cfg.model, 1)
     with torch.no_grad():
-        for p in model.parameters():  # zeros would hide a mistake
+        for p in model.parameters():  # values of zero would hide a mistake
             if not p.any():
                 p.normal_(0, 0.2, generator=torch.Generator().manual_seed(2))
     if sp:

@@ -42,7 +42,7 @@ def test_any_record_comes_back(record: dict[str, object]) -> None:
     line = encode(record)
     assert line.count(b"\n") == 1
     json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert repr(decode(line)) == repr(record)  # repr: NaN equals nothing
+    assert repr(decode(line)) == repr(record)  # repr, because NaN is not equal to itself
 
 
 def test_values_of_a_record() -> None:
@@ -87,7 +87,7 @@ def test_killed_writer_leaves_whole_records(path: Path) -> None:
 
 
 def test_truncate_after(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All or nothing: a full disk leaves the old log."""
+    """If the disk is full, the old log stays unchanged."""
     write(path, range(10))
     log = Log(path)
     assert log.truncate_after(6) == 3
@@ -106,7 +106,7 @@ def test_truncate_after(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_events_are_numbered_even_if_the_clock_goes_back(path: Path) -> None:
-    """A number is not used again, even after its event was dropped."""
+    """No number is used twice, even after its event was dropped."""
     for round_ in range(2):
         log = Log(path)
         log.append({"kind": "event", "event": "save", "step": 1, "seq": 0})
@@ -137,7 +137,7 @@ def test_full_disk_or_deletion_names_the_log_and_leaves_no_half_line(path, monke
             log.append({"kind": "step", "step": 2})
     log.append({"kind": "step", "step": 3})
     assert steps(path) == [1, 3]
-    path.unlink()  # with the run's directory, while the run trains
+    path.unlink()  # deleted with the run's directory while the run trains
     with pytest.raises(RunError, match=r"log\.jsonl was deleted"):
         log.append({"kind": "event", "event": "save", "step": 4})
 
@@ -164,7 +164,7 @@ def test_tail_follows_appends_and_rewrites(path: Path) -> None:
     log.append({"kind": "step", "step": 4})
     assert [record["step"] for record in tail.take(9)] == [4]
     log.truncate_after(1)
-    for step in range(2, 9):  # longer than before, so that the size alone does not show the rewrite
+    for step in range(2, 9):  # longer than before, so the size alone does not reveal the rewrite
         log.append({"kind": "step", "step": step})
     assert [record["step"] for record in tail.take(99)] == list(range(9))
     assert tail.rewound

@@ -25,7 +25,7 @@ def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found, and gone before they are read."""
+    """They are found, and then deleted before they are read."""
     make_run(tmp_path, "good", 1e5, 1e6)
     gone = make_run(tmp_path, "gone", 1e5, 1e6)
     found = find_runs(tmp_path)

@@ -67,7 +67,7 @@ def test_the_gradient_is_that_of_the_curve() -> None:
 
 @pytest.mark.slow
 def test_the_interval_covers_larger_runs(monkeypatch) -> None:
-    """The measured accuracy of a run with 9 times the compute of the largest, over 40 ladders."""
+    """For each of 40 ladders, a larger run has 9 times the compute of the largest."""
     monkeypatch.setattr(accuracy, "RESAMPLES", 150)  # 500 give the same intervals
     inside = 0
     widths = []
@@ -117,7 +117,7 @@ def test_methods_with_similar_errors_are_combined_and_a_worse_one_is_left_out() 
 
 
 def test_the_forecast_of_a_real_ladder_contains_two_larger_runs(tmp_path: Path, launch) -> None:
-    """BLiMP by 12 runs on one H200; the runs have 5.7 and 5.5 times the compute (docs/TASKS.md)."""
+    """BLiMP of 12 runs on one H200. The larger runs have 5.7 and 5.5 times the compute (docs/TASKS.md)."""
     targets = tmp_path / "targets.csv"
     rows = ["19079424,124977152,1.9608e16", "35827456,67977216,1.8885e16"]
     targets.write_text("\n".join(["N,D,C", *rows]))
@@ -152,11 +152,11 @@ def test_a_task_is_registered_and_scored(tmp_path: Path, launch) -> None:
     assert Path(made["registered"][0]).name == "N20M-D400M-pairs.json"
     with pytest.raises(RunError, match="already registered"):
         launch(*call, "--register")
-    launch("forecast --params 2e7 --tokens 4e8 --register --runs", ladder)  # the loss is another
+    launch("forecast --params 2e7 --tokens 4e8 --register --runs", ladder)  # of the loss
     assert "too few to test" in launch(*call)
 
     run = make_run(ladder, "big-20x", 2e7, 4e8, size="big", questions=1000)
-    log = run / "log.jsonl"  # as if it had been trained after the forecast
+    log = run / "log.jsonl"  # the run was trained after the forecast
     log.write_text(log.read_text().replace('"time": ', '"time": 1e11, "was": '))
     scores = json.loads(launch("score --json --runs", ladder))
     (task,) = [one for one in scores["scores"] if one["task"] == "pairs"]

@@ -42,7 +42,7 @@ def losses(N: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
 def curve_run(N: float, ratio: float, seed: int, name: str = "") -> Run:
     steps = int(ratio * N / BATCH)
     rate, loss = losses(N, steps)
-    noise = np.random.default_rng(seed).normal(0, 0.001)  # of the run
+    noise = np.random.default_rng(seed).normal(0, 0.001)  # one error for the whole run
     evals = []
     for step in [*range(steps // 24, steps, steps // 24), steps]:
         D = step * BATCH
@@ -84,7 +84,7 @@ def test_one_length_per_size_determines_a_law() -> None:
     assert done.optimum(np.array([1e16])) is not None
     assert max(errors(runs, curves=True)) < 0.012
     assert max(errors(runs, curves=False)) > 0.05
-    # The corrected losses are those of shorter runs that decayed.
+    # The corrected losses equal those of shorter runs whose rate decayed.
     for N, D, loss in list(zip(more.N, more.D, more.loss, strict=True))[len(runs) :]:
         assert loss == pytest.approx(losses(N, int(D / BATCH))[1][-1], rel=0.015)
 
@@ -95,7 +95,7 @@ def test_the_gap_follows_the_runs_where_they_show_it() -> None:
     assert steep.slopes == pytest.approx([-0.01, 0.01], abs=0.001)
     assert steep.at(np.exp(15), np.exp(18)) == pytest.approx(0.06, abs=1e-3)
     single = fit_gap([(15.0, 18.0, 0.03)])
-    assert single.slopes == pytest.approx([-0.003, 0.004])  # the prior
+    assert single.slopes == pytest.approx([-0.003, 0.004])  # those of the prior
     assert single.at(np.exp(15), np.exp(18)) == pytest.approx(0.03)
 
 
@@ -121,7 +121,7 @@ def test_a_branch_does_not_count_its_trunk_twice() -> None:
 
 
 def test_curves_on_the_command_line(tmp_path: Path, launch, monkeypatch) -> None:
-    ladder = make_ladder(tmp_path / "flat", 4)  # these logs have one rate from start to end
+    ladder = make_ladder(tmp_path / "flat", 4)  # the rate in these logs is constant
     for folder in ladder.iterdir():
         log = folder / "log.jsonl"
         records = [json.loads(line) for line in log.read_text().splitlines()]

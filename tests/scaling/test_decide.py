@@ -40,7 +40,7 @@ MUENNIGHOFF = {
 
 
 def law_of(E: float, A: float, alpha: float, B: float, beta: float) -> Study:
-    """A study of a known law, through points that lie on it."""
+    """Return a study of points that were computed by a known law."""
     N, D = (
         grid.ravel() for grid in np.meshgrid(np.geomspace(1e7, 1e10, 5), np.geomspace(1e9, 1e12, 5))
     )
@@ -86,7 +86,7 @@ def test_inference_makes_the_model_smaller_as_published(
 ) -> None:
     law = SARDANA
     ratio = law["alpha"] * law["A"] / (law["beta"] * law["B"])
-    D = (quality ** law["alpha"] / ratio) ** (1 / law["beta"])  # Chinchilla's own for that N
+    D = (quality ** law["alpha"] / ratio) ** (1 / law["beta"])  # best for this N without inference
     loss = law["E"] + law["A"] * quality ** -law["alpha"] + law["B"] * D ** -law["beta"]
     demand = Demand(tokens)
     total = least_cost(sardana, loss, demand)
@@ -123,7 +123,7 @@ def test_repeated_data_as_published() -> None:
     grid = at(study.fit.points, sizes, sizes, 8.67e9 * 178e9 / sizes)
     losses = loss_of(study.fit, grid, 25e9)
     assert found.N[0] == pytest.approx(sizes[losses.argmin()], rel=1e-3)
-    # With enough data nothing changes, and with too little some losses are out of reach.
+    # Enough data changes nothing. With too little, some losses cannot be reached.
     assert best(study, np.array([1e22]), Demand(unique=1e300)).N[0] > 0
     plenty = best(study, np.array([1e22]), Demand(unique=1e15))
     assert plenty.N[0] == pytest.approx(study.frontier(np.array([1e22])).N[0], rel=1e-4)
@@ -139,7 +139,7 @@ def test_the_price_is_at_the_planners_speed() -> None:
     assert found["gpu_hours"] == pytest.approx(1e21 / 989e12 / mfu / 3600)
     assert found["hours"] == pytest.approx(found["gpu_hours"] / 8)
     assert found["usd"] == pytest.approx(3.99 * found["gpu_hours"])
-    assert cost([(1e21, 1.1e9)], site, 8)["mfu"] == pytest.approx(mfu)  # the nearest shipped size
+    assert cost([(1e21, 1.1e9)], site, 8)["mfu"] == pytest.approx(mfu)  # of the nearest size
     # Small batches and short sequences are slow on any GPU.
     slow = cost([(1e21, 1.1e9)], site, 8, sets=["train.batch_tokens=1024", "model.seq=128"])
     assert slow["usd"] > 3 * found["usd"]
@@ -165,7 +165,7 @@ def test_on_the_command_line(tmp_path: Path, launch) -> None:
     assert served["N"] < plain["N"] and served["loss"] == pytest.approx(2.1)
     assert served["decision"]["saved"] > 0.02
     absurd = json.loads(launch(source, "--flops 1e14 --inference-tokens 1e20"))
-    assert "saved" not in absurd["decision"]  # it named a target loss that nobody gave
+    assert "saved" not in absurd["decision"]  # an error once named a target loss that nobody gave
     short = json.loads(launch(source, "--flops 1e22 --unique 25e9"))
     assert short["decision"]["epochs"] > 2
     assert short["loss"] > short["decision"]["loss_with_new_data"]
@@ -189,7 +189,7 @@ DEMO = Path(__file__).with_name("demo.csv")  # the runs of `make demo`
 
 @pytest.mark.parametrize("unique", [None, 1e6])
 def test_no_answer_contradicts_another(unique: float | None) -> None:
-    """N* and D* of another fit than the loss needed 3 times the compute of the cheapest run."""
+    """When N* and D* came from another fit than the loss, they cost 3 times the cheapest run."""
     done = study(read_csv(DEMO), profiled=False)
     new = Demand(unique=unique)
     plain = best(done, np.array([least_cost(done, 3.6, new)]), new)
@@ -210,7 +210,7 @@ def test_no_answer_contradicts_another(unique: float | None) -> None:
 
 
 def test_the_best_split_does_not_move_where_all_its_tokens_are_new() -> None:
-    """The ladder counts attention; N*(U) for C = 6·N·D would lower the best N by 6%."""
+    """The FLOPs of this ladder include attention. With C = 6·N·D, the best N would be 6% lower."""
     done = study(read_csv(DEMO.with_name("h200.csv")), "chinchilla", profiled=False)
     C = done.fit.points.C.max(keepdims=True)
     new = best(done, C, Demand())

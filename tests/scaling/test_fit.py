@@ -79,7 +79,7 @@ def test_five_runs_on_a_ladder_give_a_floor_but_not_n_and_d(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("count", [5, 9])
 def test_only_one_warning_names_runs_that_would_help(count: int) -> None:
-    """Five of the demo's runs determine no law of N and D, and nine no floor and no exponent."""
+    """Five of the demo's runs do not determine a law of N and D; nine determine no floor or exponent."""
     points = read_csv(Path(__file__).with_name("demo.csv")).take(np.arange(count))
     words = ("more runs would", "Larger runs would", "would separate", "wider range would help")
     warnings = study(points).warnings
@@ -180,21 +180,21 @@ def test_the_ladder_of_the_docs() -> None:
     simpler = study(points)  # Chinchilla's law, fitted for forecasting
     chosen = simpler.parameters()["E"]
     assert simpler.name == "chinchilla"
-    (doubt,) = simpler.warnings  # α may be between -0.001 and 0.79
+    (doubt,) = simpler.warnings  # the interval of α begins at -0.001
     assert "interval of alpha and of beta contains zero" in doubt
-    # The interval holds what the points alone allow, with γ free, and the law's own E.
+    # The interval contains what the points alone allow with a free γ, and the law's own E.
     assert chosen["high"] == pytest.approx(E["high"], abs=1e-3)
     assert chosen["low"] == chosen["value"] == pytest.approx(2.849, abs=3e-3)
     assert study(points, "chinchilla").parameters()["E"]["low"] > 2.9497
     fewer = study(
         points.take(points.D > 3e5), "chinchilla"
-    )  # nine runs do not determine it, and there is a warning
+    )  # nine runs do not determine E, and a warning reports it
     assert fewer.parameters()["E"]["low"] == 0
     assert any("zero fits as well" in warning for warning in fewer.warnings)
 
 
 def test_runs_too_short_for_their_size_break_no_backtest() -> None:
-    """Measured on synthetic:small: the largest size has hardly begun to learn, and Kaplan's Nc diverges."""
+    """Measured on synthetic:small. The largest size has hardly begun to learn, so Kaplan's Nc diverges."""
     N = np.repeat([14992.0, 43232.0, 107952.0], [4, 4, 2])
     D = np.array([131072.0, 262144, 524288, 1048576] * 2 + [131072, 262144])
     loss = np.array(

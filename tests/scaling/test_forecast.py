@@ -75,7 +75,7 @@ def test_the_interval_widens_outside_of_the_runs_ratios_not_off_the_optimum() ->
 
 @pytest.mark.parametrize("shift", [0.5, 2.0])
 def test_small_budgets_with_another_optimum_do_not_move_that_of_large_ones(shift: float) -> None:
-    """Up to 3e18 FLOPs the valleys lie at half or twice N: equal weights give +54% and −42%."""
+    """Up to 3e18 FLOPs, valleys have half or twice the N. Equal weights would give +54% and −42%."""
     C = np.repeat(np.geomspace(1e17, 1e21, 8), 6)
     N = np.tile(np.geomspace(0.15, 6, 6), 8) * 0.1 * C**0.5
     D = C / 6 / N
@@ -94,7 +94,7 @@ def test_backtests_never_see_what_they_predict() -> None:
     points = drawn(0.003, 0)
     test = backtest(points, LAWS["chinchilla"], focused=True)
     spoiled = points.loss.copy()
-    spoiled[points.C.max() == points.C] *= 1.5  # only errors at the last budget may change
+    spoiled[points.C.max() == points.C] *= 1.5  # this may change only the errors at the last budget
     again = backtest(replace(points, loss=spoiled), LAWS["chinchilla"], focused=True)
     assert test is not None and again is not None
     earlier = ~np.isclose(test.cut * test.ratio, points.C.max())
@@ -114,7 +114,7 @@ def test_focus_keeps_enough_points() -> None:
 
 @pytest.mark.parametrize("law", ["auto", "gamma"])
 def test_the_forecast_is_the_printed_law(law: str, tmp_path: Path, launch) -> None:
-    """On a ladder whose exponents are steep: a second, hidden law would show here."""
+    """The exponents of this ladder are steep, so a second, hidden law would give other losses."""
     source = f"--points {Path(__file__).with_name('synthetic.csv')} --law {law} --json"
     printed = json.loads(launch("fit --bootstrap 0", source))
     p = {name: figures["value"] for name, figures in printed["parameters"].items()}
@@ -206,7 +206,7 @@ def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch, corpus: Pat
         over = {"model": {"vocab": 4096}, "data": {"dir": str(corpus)}}
         config = load(size=size, sets=own, over=over)
         (run / "config.toml").write_text(to_toml(resolve(config, ranks=1, gpu=False)))
-    # The data is that of these runs, if its hash is.
+    # The command names the data only if its hash is that of the runs.
     manifest = Manifest.load(corpus)
     for known in (False, True):
         made = json.loads(launch("forecast --size 3m --json --runs", ladder))
@@ -220,9 +220,9 @@ def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch, corpus: Pat
     assert words[:4] == ["launch", "pretrain", "--size", "3m"]
     sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     assert {"model.seq=128", "optim.lr=0.002", "train.batch_tokens=1024"} <= set(sets)
-    assert not any(text.startswith("train.eval_every") for text in sets)  # not of the recipe
+    assert not any(text.startswith("train.eval_every") for text in sets)  # not a part of the recipe
     made = json.loads(launch("forecast --size 3m --set train.tokens=5e6 --json --runs", ladder))
-    assert "train.tokens" not in made["recipe"]["command"]  # --steps has the length
+    assert "train.tokens" not in made["recipe"]["command"]  # because --steps gives the length
     trained = resolve(load(size="3m", sets=sets), ranks=8, gpu=True)
     assert trained.optim.lr == 2e-3 and trained.model.seq == 128
 
@@ -311,7 +311,7 @@ def test_arguments_are_checked_before_anything_is_fitted(
     source = f"forecast --points {write(tmp_path / 'p.csv', drawn(0.001, 0))}"
     (tmp_path / "text.csv").write_text("N,D\n1e9,no\n")
     (tmp_path / "gap.csv").write_text("N,D,C\n1e9,2e10,\n1e9,2e10,1e20\n")
-    monkeypatch.setattr("pipeline.scaling.study.study", None)  # a fit would be a TypeError
+    monkeypatch.setattr("pipeline.scaling.study.study", None)  # so that any fit raises a TypeError
     for wrong, key in {
         "": "--size",
         "--params 1e9": "--size",
@@ -336,7 +336,7 @@ def test_a_target_off_the_ladder_gets_a_warning(ladder: Path, launch) -> None:
 
 
 def test_the_page_fits_what_the_command_fits(tmp_path: Path, launch) -> None:
-    """A larger run in the same directory is in the same law, even with another experiment."""
+    """The law includes a larger run in the same directory, even if it names another experiment."""
     root = tmp_path / "grid"
     for i, (N, ratio) in enumerate(product((2e5, 6e5, 2e6, 7e6, 2e7), (5, 20, 60, 200))):
         make_run(root, f"run{i}", N, ratio * N, seed=i)
@@ -389,10 +389,10 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     assert after["scores"][0]["run"] == "base-20x"
     assert after["scores"][0]["counts"] is False
 
-    log = late / "log.jsonl"  # now as if it had been trained after the forecast
+    log = late / "log.jsonl"  # change it to a run that began after the forecast
     early = log.read_text()
     resumed = early.partition("\n")[2].replace('"time": 402.0', '"time": 1e11')
-    log.write_text(resumed)  # its first event is lost, and the last is newer than the forecast
+    log.write_text(resumed)  # without its first event; the last is newer than the forecast
     assert json.loads(launch(*compare))["scores"][0]["counts"] is False
     log.write_text(early.replace('"time": ', '"time": 1e11, "was": '))
     after = json.loads(launch(*compare))
@@ -402,7 +402,7 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     assert one["error"] == pytest.approx(one["measured"] / one["forecast"] - 1)
     assert after["calibration"]["counted"] == 1
     assert "1 of 1 inside" in launch("score --runs", ladder)
-    # The page shows the law of an experiment, and the run may belong to another one.
+    # The page shows one experiment's law, and the run may belong to another experiment.
     (said,) = json.loads(launch("fit --json --runs", ladder))["targets"]
     assert "base-20x is the run of a registered forecast, which power made from 3 points" in said
     assert "fitted to 4 points, and this run is one of them" in said
@@ -411,20 +411,20 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     scores = score(registered(path.parent), runs)
     shown = law_data([run for run in runs if run.name != "base-20x"], "auto", scores)
     assert "fitted to 3 points without this run" in shown["plain"]
-    # A run with another tokenizer has another loss.
+    # The loss of a run with another tokenizer is not comparable.
     kind = late / "run.json"
     own = kind.read_text()
     for other in ('"tokenizer": "beef"', '"objective": "causal distilled"'):
         kind.write_text(own.removesuffix("}") + f", {other}}}")
         assert score(registered(path.parent), read_runs(late))[0].run is None
     kind.write_text(own)
-    # Its last loss was not finite, and then it failed.
+    # Its last loss was not finite, and it failed.
     log.write_text(log.read_text().replace('"kind": "eval"', '"kind": "lost"'))
     assert "failed or diverged" in launch("score --runs", ladder)
     log.write_text(log.read_text().replace('"event": "finish"', '"event": "save"'))
     (running,) = json.loads(launch(*compare))["scores"]
     assert (running["run"], running["measured"]) == (None, None)
-    (late / HOST_FILE).write_text(platform.node())  # it was started here, and no process is left
+    (late / HOST_FILE).write_text(platform.node())  # started here, without a process left
     (failed,) = json.loads(launch(*compare))["scores"]
     assert (failed["run"], failed["measured"]) == ("base-20x", None)
 

@@ -71,11 +71,11 @@ def test_repeated_data() -> None:
     worth = U * (1 + 15 * -np.expm1(-(D / U - 1) / 15))
     made = points(
         N, D, true_loss(N, worth), unique=U
-    )  # parameters in excess cost nothing here: R_N runs high
+    )  # excess parameters cost nothing here, so R_N is high
     done = study(made, "data-constrained")
     assert done.fit.values["R_D"] == pytest.approx(15, rel=0.05)
     assert done.fit.values["beta"] == pytest.approx(LAW["beta"], rel=0.02)
-    assert any("R_N" in warning and "ran to its bound" in warning for warning in done.warnings)
+    assert any("R_N" in warning and "is at its bound" in warning for warning in done.warnings)
     target = at_sizes(done, 1e10, 1e12)
     assert "`unique`" in cautions(done, target, forecast(done, target))[0]
     with pytest.raises(DataError, match="column `unique`"):
@@ -162,7 +162,7 @@ def test_an_off_center_parabola_is_more_biased_than_akima() -> None:
 
 
 def test_valleys_without_a_bottom_are_refused() -> None:
-    made, _, _ = drifting_grid(1.3)  # so narrow that where the guess is off, an edge is the best
+    made, _, _ = drifting_grid(1.3)  # so narrow that an edge is the best where the guess is off
     with pytest.raises(DataError, match="beyond the"):
         isoflop(made.take(made.C < 5e18))
 
@@ -199,7 +199,7 @@ def test_the_envelope_follows_the_best_curve() -> None:
         envelope(curves.take(sizes[2] > N))
 
 
-def test_resamples_of_vpnls_lie_around_its_optimum() -> None:
+def test_resamples_of_vpnls_surround_its_optimum() -> None:
     N, D = grid()
     made = points(N, D, true_loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 0.003, N.size)))
     done = vpnls(made)
@@ -212,4 +212,4 @@ def test_resamples_of_vpnls_lie_around_its_optimum() -> None:
     for name in ("E", "alpha", "beta"):
         assert (
             0.4 < spread[name] / other[name] < 2
-        )  # least squares against Huber on the same points
+        )  # least squares and Huber's loss on the same points

@@ -277,7 +277,7 @@ def test_odd_rows_end_in_one_line(
     rows = [f"{10**n},{2 * 10 ** (n + 1)},{{}},{5 - n / 4}" for n in range(6, 11)]
     for compute in ("1e-308", "1e300"):
         file.write_text("\n".join(["N,D,C,loss", *(row.format(compute) for row in rows)]))
-        with pytest.raises(UserError, match="is not a figure of any run"):
+        with pytest.raises(UserError, match="is not a possible value"):
             launch("fit --points", file)
     with pytest.raises(UserError, match="NUL character"):
         read_csv(Path("a\0b"))

@@ -48,7 +48,7 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
     assert there.convention == here.convention
     for column in ("N", "D", "C", "loss"):
         assert getattr(there, column) == pytest.approx(getattr(here, column))
-    # There is no runs/demo below this directory.
+    # This directory has no runs/demo, so the name means the store.
     data = json.loads(launch("fit", "--experiment", "demo", "--json"))
     assert data["points"]["used"] == 3
     with pytest.raises(RunError, match="it has demo"):
@@ -56,7 +56,7 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
 
 
 def test_both_give_the_same_forecast_of_a_task(monkeypatch, launch, tmp_path: Path) -> None:
-    """With the chance of the questions, which the config names."""
+    """Chance comes from the file of questions, which the config names."""
     ladder = tmp_path / "ladder"
     questions = tmp_path / "pairs.jsonl"
     questions.write_text('{"good": "a", "bad": "b"}\n')
@@ -97,12 +97,12 @@ def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
     ]
     (there,) = client.list_artifacts(kept.info.run_id, "forecasts")
     assert Path(there.path).name == Path(data["registered"][0]).name
-    assert len(read_experiment("demo")) == 3  # it is not taken for a training run
+    assert len(read_experiment("demo")) == 3  # the forecast does not count as a run
 
 
 def test_a_forecast_has_the_recipe_of_the_runs(stored: Path, launch) -> None:
     asked = "forecast --experiment demo --size 3m --json"
-    assert "recipe=adamw" in json.loads(launch(asked))["recipe"]["command"]  # older runs name none
+    assert "recipe=adamw" in json.loads(launch(asked))["recipe"]["command"]  # the old default
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("demo")
     for run in client.search_runs([experiment.experiment_id]):

@@ -37,7 +37,7 @@ def test_an_earlier_fit_moves_the_center() -> None:
 
 
 def test_a_run_of_a_budget_is_not_shorter_than_a_step() -> None:
-    """It would cost more than the budget: here a thousand times as much."""
+    """Such a run would cost more than the budget, here a thousand times as much."""
     sweep = read(CONFIGS / "isoflop.toml").model_copy(update={"nproc": 1_000_000})
     with pytest.raises(ConfigError, match="and one step of"):
         plan(sweep)
@@ -57,7 +57,7 @@ def test_an_optimum_bound_to_an_edge_is_refused() -> None:
 
 
 def test_a_total_is_kept() -> None:
-    # Muon's smaller batches would lower the MFU of the larger models too.
+    # With Muon, batches are smaller, and larger models would have a low MFU, too.
     sweep = read(CONFIGS / "isoflop.toml").model_copy(update={"set": ("recipe=adamw",)})
     runs = plan(within(sweep, 1e19))
     assert 0.5e19 < sum(run.cost for run in runs) <= 1e19
@@ -65,7 +65,7 @@ def test_a_total_is_kept() -> None:
     assert 2 < sum(run.hours or 0 for run in short) <= 4
     assert short[0].mfu is not None and short[0].mfu < 0.05 < 0.3 < (
         runs[-1].mfu or 0
-    )  # small models starve a GPU
+    )  # small models do not keep a GPU busy
     with pytest.raises(ConfigError, match=r"budget=1e\+09 .* lie below .*; raise the budget"):
         within(sweep, 1e9)
     with pytest.raises(ConfigError, match=r"hours=1e\+09 .* lie above .*; lower the budget"):
@@ -114,7 +114,7 @@ def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
 def test_two_keys_for_the_lengths_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     text = 'kind = "ladder"\nexperiment = "x"\nsizes = ["tiny"]\ntokens_per_param = [5, 20]\n'
-    file.write_text(f"{text}tokens = []\n")  # as `--save` writes it
+    file.write_text(f"{text}tokens = []\n")  # `--save` writes an empty list
     assert read(file).tokens_per_param == (5, 20)
     file.write_text(f"{text}tokens = [1e6]\n")
     words = r"tokens=\[1000000\.0\] in .*tokens_per_param=\[5\.0, 20\.0\].*; remove one"
@@ -167,8 +167,8 @@ def test_options_that_would_be_ignored_are_refused(launch) -> None:
             launch("sweep", "plan", *words.split())
 
 
-def test_a_shipped_sweep_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a wheel, where configs/ is not in the working directory."""
+def test_a_shipped_sweep_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory has no configs/, as for an installed wheel."""
     monkeypatch.chdir(tmp_path)
     assert read("ladder") == read(CONFIGS / "ladder.toml")
     with pytest.raises(ConfigError, match=r"sweep='lader'.*ladder"):
@@ -178,7 +178,7 @@ def test_a_shipped_sweep_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_installed_wheel_has_the_shipped_sweeps(tmp_path: Path) -> None:
-    """Its folders are copied as pyproject.toml tells the build to."""
+    """The folders are copied as pyproject.toml configures the build."""
     root = CONFIGS.parents[1]
     build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     wheel = build["targets"]["wheel"]

@@ -90,11 +90,11 @@ def test_larger_runs_are_predicted_from_smaller_ones(
             widths.append(((high - low) / loss).mean())
             C, n = np.array(valleys(larger)).reshape(-1, 2).T
             best = done.optimum(C)
-            if points is not chinchilla and best is not None:  # its budgets are not distinct
+            if points is not chinchilla and best is not None:  # which has no distinct budgets
                 off.append(np.abs(best.N / np.exp(n) - 1).mean())
     assert len(errors) == 32
     assert np.mean(errors) <= 0.011
-    assert np.mean(errors[::2]) <= 0.0175  # at the lower cut, everything up to 87 times beyond it
+    assert np.mean(errors[::2]) <= 0.0175  # beyond the lower cut, up to 87 times its compute
     assert 0.9 <= np.mean(covered) <= 0.97
     assert np.mean(widths) <= 0.06
     assert np.mean(off) <= 0.085
@@ -133,7 +133,7 @@ def valleys(points: Points) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("law", ["auto", "chinchilla"])
 def test_the_famous_split(chinchilla: Points, law: str) -> None:
-    """5.76e23 FLOPs bought Chinchilla 70B parameters on 1.4T tokens."""
+    """With 5.76e23 FLOPs, Chinchilla has 70B parameters and 1.4T tokens."""
     done = study(chinchilla, law, profiled=False)
     best = done.optimum(np.array([5.76e23]))
     span = done.optimum_range(np.array([5.76e23]))

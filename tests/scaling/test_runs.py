@@ -62,7 +62,7 @@ def test_mixing_is_an_error(ladder: Path, change: dict[str, str], words: str) ->
 
 
 def test_recipes_and_optimizers_are_not_mixed(ladder: Path) -> None:
-    """They are in config.toml; a run without it has an unknown recipe, which is no other one."""
+    """They are in config.toml. A run without this file has an unknown recipe, which matches any."""
     config = ladder / "tiny-20x" / "config.toml"
     config.write_text('recipe = "adamw"\noptim.optimizer.kind = "adamw"\n')
     other = make_run(ladder, "other", 3e5, 6e6) / "config.toml"
@@ -80,7 +80,7 @@ def test_recipes_and_optimizers_are_not_mixed(ladder: Path) -> None:
 def test_other_directories_are_not_run_directories(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a directory"):
         read_runs(tmp_path / "nowhere")
-    with pytest.raises(RunError, match="holds no run"):
+    with pytest.raises(RunError, match="contains no run"):
         read_runs(tmp_path)
     make_run(tmp_path, "old", 1e5, 1e6, version=99)
     with pytest.raises(RunError, match="version=99"):
@@ -126,13 +126,13 @@ def test_bad_csv(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_a_half_empty_column_is_refused(tmp_path: Path) -> None:
-    """A first row without C, or of a dense run without experts, must not make the column go unread."""
+    """An empty cell in the first row must not make the reader ignore the column."""
     file = tmp_path / "p.csv"
     file.write_text(" loss,N , D,C,experts\r\n3.5,1e6,2e7,,1\r\n3.1,2e6,4e7,9e14,8\r\n")
     with pytest.raises(DataError, match=r"p\.csv:2: C= is empty"):
         read_csv(file)
     file.write_text("loss,N,D,C,experts\n3.5,1e6,2e7,,1\n3.1,2e6,4e7,,8\n")
-    points = read_csv(file)  # a column that is empty throughout is not there
+    points = read_csv(file)  # a column without any value is ignored
     assert list(points.C) == [6 * 1e6 * 2e7, 6 * 2e6 * 4e7]
     assert points.experts is not None and list(points.experts) == [1, 8]
 

@@ -22,12 +22,12 @@ from tests.train.test_run import TINY
 VOCAB = 80
 SEQ = 140
 EOD = 3
-SHARP = 300.0  # so large a score leaves nothing for the other keys
+SHARP = 300.0  # a score so large leaves no attention for other keys
 TOKEN, BEFORE, PLACE = 0, VOCAB, 2 * VOCAB  # where the stream holds them, each as one of many
 
 
 def built(layers: int) -> torch.nn.Module:
-    """A model whose stream holds the token and its place; its heads do nothing yet."""
+    """A model whose stream contains the token and its position. Its heads do nothing yet."""
     attention = {"kind": "gqa", "heads": 1, "kv_heads": 1, "head_dim": SEQ}
     size = {"vocab": VOCAB, "seq": SEQ, "width": 2 * VOCAB + SEQ, "layers": layers}
     model = made(position="learned", attention=attention, **size)
@@ -52,7 +52,7 @@ def looks_back(model, distance: int) -> None:
 
 @torch.no_grad()
 def matches(model, layer: int, to: int) -> None:
-    """A layer attends from a token to where the stream holds the same one at `to`."""
+    """A layer attends from a token to positions where the stream contains the same one at `to`."""
     query, key, _value = model.blocks[layer].attention.qkv.weight.split(SEQ)
     query[:VOCAB, TOKEN : TOKEN + VOCAB] = SHARP * torch.eye(VOCAB)
     key[:VOCAB, to : to + VOCAB] = torch.eye(VOCAB)
@@ -76,7 +76,7 @@ def test_an_induction_head_built_by_hand_matches_prefixes():
 
 
 def test_one_layer_cannot_match_prefixes():
-    """Whatever it looks for: a fixed distance is right in one row of sixteen."""
+    """The best it can do is a fixed distance, which is right in one row of sixteen."""
     best = 0.0
     for distance in range(40, 66):
         model = built(layers=1)
@@ -89,7 +89,7 @@ def test_one_layer_cannot_match_prefixes():
 
 
 def test_repeats_have_one_match_per_query():
-    """Found again by looking for the previous occurrence of each token."""
+    """The pairs are compared with a search for the previous occurrence of each token."""
     for repeats in (made("gqa", seq=200, vocab=90), made("gqa", scores="window", seq=64, vocab=50)):
         found = make_repeats(repeats.cfg, pieces(repeats.cfg.vocab), EOD)
         rows = found.tokens_BS.tolist()
@@ -218,13 +218,13 @@ def test_ridge_is_the_mean_given_the_examples():
         assert found[row, k].item() == pytest.approx((w @ x[row, k]).item(), abs=1e-4)
     x, y = problem.draw(20_000, 1, torch.device("cpu"))
     best = (ridge(x, y, problem.noise) - y).square().mean(0)
-    assert best[0].item() == pytest.approx(3 + 0.49, rel=0.03)  # nothing is known yet
+    assert best[0].item() == pytest.approx(3 + 0.49, rel=0.03)  # no example is known yet
     for noise in (0.35, 1.4):
         assert ((ridge(x, y, noise) - y).square().mean(0)[1:] > best[1:]).all()
 
 
 def test_a_trained_model_nears_the_optimum():
-    """Within seconds; a model that ignores the examples is 80% to 230% above it."""
+    """A model that ignores the examples is 80% to 230% above the optimum."""
     problem = Problem(dimensions=1, examples=4, noise=0.5)
     config = configure(problem, "27k", None, 250, 64, [])
     cpu = torch.device("cpu")

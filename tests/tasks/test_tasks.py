@@ -97,7 +97,7 @@ def test_scores_equal_lm_evals_own_backend_on_the_export(run, corpus, tmp_path):
     assert found["our_generate_until"]["exact_match"] == until["exact_match,none"]
     bits = found["our_loglikelihood_rolling"]["bits_per_byte"]
     assert bits == pytest.approx(rolling["bits_per_byte,none"], rel=1e-4)
-    # The likelihoods themselves, not only who is ahead; and what was generated.
+    # Compare the likelihoods themselves, not only their order, and the generated text.
     from pipeline.runs.directory import tokenizer_of
     from pipeline.tasks.answering import open_model
     from pipeline.tasks.harness import _adapter
@@ -190,7 +190,7 @@ def test_a_run_is_scored_while_it_trains(run, corpus, tmp_path, inside):
         tasks += ("--set", f"eval.share={nproc - 1}")
         said = launch("pretrain", *TINY, "--data", corpus, "--out", out, "--nproc", nproc, *tasks)
         assert "quiz/accuracy" in said.stdout
-        # One process has no share of the time for its tasks, and two have all of it.
+        # Tasks may take none of the time with one process, and all of it with two.
         wanted = "% of the time, more than eval.share=0; raise train.eval_every"
         assert said.stdout.count(wanted) == (nproc == 1)
         evals = [r for r in map(json.loads, (out / "log.jsonl").open()) if r["kind"] == "eval"]
@@ -300,7 +300,7 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
         "no_such_task": "neither a file nor a task",
     }.items():
         assert words in inside("evaluate", "--run", run, "--tasks", task, code=2)
-    odd = tmp_path / "odd.jsonl"  # names are shown as they are, also like rich's markup
+    odd = tmp_path / "odd.jsonl"  # some names look like rich's markup
     odd.write_text(
         "".join(f'{{"task": "{part}", "good": "a", "bad": "b"}}\n' for part in ("[/b]", "c"))
     )
@@ -309,12 +309,12 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
     assert "no checkpoint yet" in inside("generate", "--run", tmp_path, "--prompt", "a", code=2)
     (tmp_path / "base").write_text("doc_to_text: the a b\ntag:\n  - mine\n")  # others include it
     refuse_unknown(["mine", "m*e", "[lm]?ne"], tmp_path)
-    # The first is only mentioned, and the second is a byte of the shell that is not UTF-8.
+    # A name that is only mentioned, and a byte from the shell that is not UTF-8.
     for name in ("a b", "\udcff", "mi*zz", "[!m]ine"):
         with pytest.raises(ConfigError, match="neither a file nor a task"):
             refuse_unknown([name], tmp_path)
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
-    assert "lm-eval: the first" in " ".join(inside("evaluate", "--help").split())
+    assert "lm-eval, the first" in " ".join(inside("evaluate", "--help").split())
 
 
 def test_without_lm_eval_only_its_tasks_are_refused(run, tmp_path, inside, monkeypatch):
@@ -337,7 +337,7 @@ def test_an_error_in_a_worker_process_is_reported_as_such(run, tmp_path):
 
     damaged = tmp_path / "run"
     shutil.copytree(run, damaged, symlinks=True)
-    with open_model(damaged, 2) as pool:  # which has checked the files; no process has started
+    with open_model(damaged, 2) as pool:  # the files are good until here
         for file in damaged.rglob("*.bin"):
             file.write_bytes(b"")
         with pytest.raises(RunError, match="no intact checkpoint"):

@@ -129,7 +129,7 @@ def test_a_terminal_shows_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch)
     console.record(STEP)
     console.close()
     shown = terminal.getvalue()
-    assert format_record(STEP, 19073) in shown  # whole, though the terminal is narrower
+    assert format_record(STEP, 19073) in shown  # the whole line, although the terminal is narrower
     assert "1200/19073" in shown.split("eta –")[1]
 
 

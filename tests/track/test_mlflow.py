@@ -28,7 +28,7 @@ WAIT_S = 600  # for any state: a sidecar has a low priority, and so little time 
 @pytest.fixture
 def uri(server: Server, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    monkeypatch.setattr(subprocess, "Popen", Fork)  # of this process, which has imported MLflow
+    monkeypatch.setattr(subprocess, "Popen", Fork)  # MLflow is imported already
     return server.uri
 
 
@@ -143,7 +143,7 @@ def test_frozen_server(server, uri, run_dir, log, monkeypatch):
 
 
 def test_killed_sidecar_is_started_again(uri: str, run_dir: Path, log: Log) -> None:
-    """During training, and once more when it has ended."""
+    """The sidecar is killed during training, and again after its end."""
     sidecar = Sidecar(run_dir)
     log.append(event(0, "start"))
     write(log, range(1, 41))
@@ -166,7 +166,7 @@ def test_crash_and_resume_is_one_run(uri: str, run_dir: Path, log: Log) -> None:
     log.append(event(0, "start"))
     write(log, range(1, 121))
     wait_for_step(run_dir, 120)
-    process.kill()  # with its launcher, and as if the last acknowledgement had been lost
+    process.kill()  # with its launcher; the last acknowledgement is lost, too
     process.communicate()
     lost = mlflow_sync.load_state(run_dir)
     lost.sent["step"] = 60
@@ -181,7 +181,7 @@ def test_crash_and_resume_is_one_run(uri: str, run_dir: Path, log: Log) -> None:
     write(again, range(101, 131))
     wait_for_step(run_dir, 130)
     assert the_run(uri, run_dir).info.status == "RUNNING"
-    again.truncate_after(110)  # and once more under a live sidecar
+    again.truncate_after(110)  # again, while a sidecar is alive
     again.append(event(110, "resume"))
     write(again, range(111, 151))
     again.close()
@@ -193,7 +193,7 @@ def test_crash_and_resume_is_one_run(uri: str, run_dir: Path, log: Log) -> None:
 
 
 def test_events_arrive_when_the_clock_goes_back(uri: str, run_dir: Path, log: Log) -> None:
-    """Also those of a log without sequence numbers, and with the state of an earlier release."""
+    """The same with a log without sequence numbers, and with the state of an earlier release."""
     early = [{**event(step, "save"), "time": time.time() - step} for step in range(3)]
     (run_dir / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in early))
     old = Log(run_dir / "log.jsonl")
@@ -233,7 +233,7 @@ def test_mlflow_json_lost(uri: str, run_dir: Path, log: Log) -> None:
 
 
 def test_dead_server_is_given_up(run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also: user and password of the address are written nowhere."""
+    """User and password of the address are not written anywhere, either."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:secret@127.0.0.1:9")
     write(log, range(1, 11))
     command = python_module(MODULE, run_dir)
@@ -292,10 +292,10 @@ def test_default_store_and_two_sidecars_at_once(run_dir: Path, log: Log) -> None
 def test_the_sidecar_outlives_a_preemption_signal(run_dir: Path, log: Log) -> None:
     """SLURM's SIGTERM reaches the sidecar too, while training still saves."""
     log.append(event(0, "start"))
-    mlflow_sync.sync(run_dir)  # creates the store, for which a busy machine gives a sidecar no time
+    mlflow_sync.sync(run_dir)  # creates the store
     sidecar = Sidecar(run_dir)
     process = sidecar.process
-    until((run_dir / "env.json").exists, WAIT_S)  # it now handles signals
+    until((run_dir / "env.json").exists, WAIT_S)  # by now it handles signals
     process.send_signal(signal.SIGTERM)
     write(log, range(1, 11))
     wait_for_step(run_dir, 10)  # it continues after the signal

@@ -1,4 +1,4 @@
-"""`launch sync` replays a run that was made with no server in sight."""
+"""`launch sync` sends a run to MLflow that was made without a server."""
 
 import json
 from pathlib import Path
@@ -29,13 +29,13 @@ def test_replay_is_complete_and_happens_once(inside, server, run_dir, log, monke
     history = MlflowClient(server.uri).get_metric_history(data["run_id"], "train/loss")
     assert sorted(metric.step for metric in history) == list(range(1, 301))
 
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the run remembers where it went
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the run records where it was sent
     assert f"0 records sent │ run {data['run_id']}" in inside("sync", run_dir)
     assert inside("sync", run_dir, "--quiet") == ""
 
 
 def test_a_sweep_comes_back_with_its_forecasts(inside, server, tmp_path, monkeypatch):
-    """Made and registered with no server in sight; then all of it from the directories alone."""
+    """A run and a forecast made without a server reach MLflow from their directories alone."""
     root = make_ladder(tmp_path / "rebuilt")
     about = {"experiment": root.name, "kind": "ladder"}
     secret = f"cluster.slurm.env.HF_TOKEN={SECRET}"

@@ -27,7 +27,7 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
         if line.startswith("step  60/"):
             break
     assert line.startswith("step  60/")  # forty steps without a server
-    # While it trains on. The rest of the run may be too short: `launch sync` sends what is left.
+    # The run continues. If its rest is too short, `launch sync` sends the remaining records.
     server.start()
     process.stdout.read()
     assert process.wait(120) == 0
@@ -44,7 +44,7 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
     def history(name: str) -> dict[int, float]:
         found = client.get_metric_history(run.info.run_id, name)
         values = {metric.step: metric.value for metric in found}
-        assert len(values) == len(found)  # each once
+        assert len(values) == len(found)  # each event once
         return values
 
     for key in ("loss", "grad_norm", "tokens"):

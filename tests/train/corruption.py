@@ -32,7 +32,7 @@ from pipeline.train.loop import Loop
 from tests.worlds import fork
 
 LAYOUTS = [*(("deepspeed", zero) for zero in range(4)), ("accelerate", 0)]
-# Stages 1 and 2 have one optimizer in DeepSpeed.
+# Without stage 2 in bf16: DeepSpeed has one optimizer for stages 1 and 2.
 KINDS = [(*layout, "fp32") for layout in LAYOUTS]
 KINDS += [("deepspeed", zero, "bf16") for zero in (0, 1, 3)]
 DENSE = ("deepspeed", 1, "fp32", "dense")
@@ -125,7 +125,7 @@ def skipped(name: str, zero: int, dtype: str) -> dict[str, bool]:
         "refused": nan == "loss is nan" and far.startswith("loss 4.") and "usual 1" in far,
         "untouched": untouched,
         "same after": same_losses and same_state,
-        "balanced": any(r.steps.any() for r in struck.engine.module.routers()),  # later, not then
+        "balanced": any(r.steps.any() for r in struck.engine.module.routers()),  # in a later step
     }
 
 
@@ -133,7 +133,7 @@ def waits(name: str, zero: int, dtype: str, arch: str) -> str:
     """Return where the real loop waits for its device in a step, apart from reading the step before."""
     loop, _ = looping(config(name, zero, dtype, arch))
     loop._routing_every = 1
-    for step in range(2):  # in the first ZeRO-3 compares what the ranks do
+    for step in range(2):  # in the first step, ZeRO-3 compares the operations of the ranks
         loop.step(step, rows(step), 0.0)
     return count_host_reads(lambda: loop.step(2, rows(2), 0.0), WORLD.device)
 
@@ -143,7 +143,7 @@ def flip(tensors: list[Tensor], source: random.Random) -> tuple[Tensor, int, Ten
     words = source.choice(tensors).detach().reshape(-1).view(torch.int32)
     index, bit = source.randrange(len(words)), source.randrange(32)
     before = words[index].clone()
-    words[index] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)  # as a signed word
+    words[index] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)  # the words are signed
     return words, index, before
 
 
@@ -152,10 +152,10 @@ def strike(
 ) -> str:
     """Return the error of a step in which a bit flips on the one rank that has its own random source."""
     held, done, messages = worker.local_tensors(), [], []
-    if where == "result" and mine:  # as if its optimizer had computed something else
+    if where == "result" and mine:  # the optimizer computed a wrong result
         done = [flip([*held.expert_copies] or held.copies, mine)]
     replicas.remember()
-    if where == "memory" and mine:  # weights that change without an update
+    if where == "memory" and mine:  # weights change without an update
         done = [flip([*held.copies, *held.own, *held.expert_copies], mine)]
 
     def accept(_nll: Tensor, _norm: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
     replicas = Replicas(worker, WORLD, ep)
     for step in range(count):
         where = ["memory", "result", "gradient"][step % (3 if zero == 0 else 2 if zero < 3 else 1)]
-        victim, seed = source.randrange(WORLD.size), source.random()  # drawn on every rank
+        victim, seed = source.randrange(WORLD.size), source.random()  # every rank draws the same
         mine = random.Random(seed) if victim == WORLD.rank else None
         message = strike(worker, replicas, step, where, mine)
         both = f"of ranks {victim % 2}, {victim % 2 + 2} differ, and there is no majority"
@@ -256,6 +256,6 @@ if __name__ == "__main__":
     import pipeline.parallel.ddp
     import pipeline.parallel.zero  # noqa: F401 before the fork
 
-    torch.set_num_threads(1)  # threads do not survive it
+    torch.set_num_threads(1)  # threads do not survive a fork
     fork(4, war)
     fork(2, peace)

@@ -26,12 +26,12 @@ from tests.conftest import environment, launch
 
 BENCH = ["bench", "train", "--size", "7k"]
 SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
-# One chunk of logits needs more than everything else: it fits the host, not the process limit.
-# With ZeRO-0, because the buckets of the other stages are larger than that.
+# One chunk of logits needs more memory than all else. It fits the host, but not the process limit.
+# ZeRO-0, because the buckets of the other stages are even larger.
 WIDE = ["model.vocab=12288", "model.seq=256", "train.batch_tokens=8192", "train.loss_chunk=1000000"]
 MICRO_BATCHES = [36, 18, 12, 9, 6, 4, 3, 2, 1]
-LIMIT_BYTES = 1 << 30  # the process alone has half of it; 36 rows need 1.3 GiB or more
-TERMINAL = {"TTY_COMPATIBLE": "1", "TERM": "xterm"}  # rich takes the output for a terminal
+LIMIT_BYTES = 1 << 30  # the process alone needs half of it, and 36 rows at least 1.3 GiB
+TERMINAL = {"TTY_COMPATIBLE": "1", "TERM": "xterm"}  # so that rich treats the output as a terminal
 CPU = Devices(0, 2**34, "CPU")
 
 
@@ -49,11 +49,11 @@ def sets(values):
 
 def test_a_step_is_compared_with_hugging_face_and_its_overheads_are_measured():
     asked = "--arch moe --steps 2 --compare hf --overheads --auto-batch --cluster h200 --json"
-    memory = "cluster.memory_bytes=300_777_669"  # 9 MB more than the process itself
+    memory = "cluster.memory_bytes=300_777_669"  # 9 MB more than the process itself needs
     done = limited(*BENCH, *asked.split(), *sets([*SMALL, memory]), limit=1 << 40)
     assert done.returncode == 0, done.stderr
     assert "step 2 of 2" not in done.stderr
-    assert done.stderr.strip().endswith("group left")  # NCCL warns about a group that stays
+    assert done.stderr.strip().endswith("group left")  # NCCL warns about a group that was not left
     found = json.loads(done.stdout)
     chosen = re.match(r"micro-batch (\d+) of 16: .* cluster.memory_bytes", found["auto-batch"])
     assert int(chosen[1]) in (2, 4, 8)
@@ -72,7 +72,7 @@ def test_a_step_is_compared_with_hugging_face_and_its_overheads_are_measured():
 
 @pytest.mark.parametrize("arch", ["dense", "roberta", "modernbert", "t5", "bart"])
 def test_the_model_of_transformers_has_our_loss_with_our_weights(arch):
-    """The same batch by their names of the inputs; the wrong targets would not show at random weights."""
+    """The same batch under the names that transformers uses, and targets that random weights distinguish."""
     torch.manual_seed(10)
     asked = ["recipe=adamw", "model.seq=64", "model.layers=4", "model.vocab=256"]
     config = resolve(load(size="27k", arch=arch, sets=asked), ranks=1, gpu=False)
@@ -142,18 +142,18 @@ def test_fp8_is_compared_with_its_twin_from_the_same_weights_on_the_same_batches
     for mean, part in zip(means, zip(*parts, strict=True), strict=True):
         assert mean == pytest.approx((2 * sum(part[:-1]) + part[-1]) / 13, abs=1e-4)
     fp8, fp32 = means
-    assert 0 < abs(fp8 / fp32 - 1) < 0.01  # close, and not the same numbers
+    assert 0 < abs(fp8 / fp32 - 1) < 0.01  # close but not equal
     percent = float(losses[whole][2].removesuffix("%"))
     assert percent == pytest.approx(100 * (fp8 / fp32 - 1), abs=0.02)
 
 
 @pytest.mark.parametrize(
     ("cluster", "device", "here", "there"),
-    [  # on a CPU, on an H200
+    [  # the last two: the peak on a CPU and on an H200
         ("h200", "H200", None, 989e12),
         ("h200", "A100", None, None),
         ("h200", None, 989e12, 989e12),  # used as given
-        (None, None, None, 989e12),  # that of the shipped cluster whose device this is
+        (None, None, None, 989e12),  # from the shipped cluster that has this device
     ],
 )
 def test_the_peak_is_that_of_the_local_device(monkeypatch, cluster, device, here, there):
@@ -174,7 +174,7 @@ def test_several_ranks_print_one_table_and_end_a_save_together():
 
 
 def test_a_benchmark_tries_the_next_micro_batch():
-    """Of 36 rows: the divisors from the largest on, until one fits."""
+    """The divisors of 36 rows are tried from the largest on, until one fits."""
     asked = words("--zero 0 --steps 1 --no-parts --auto-batch")
     done = limited(*BENCH, *asked, *sets([*WIDE, "train.batch_tokens=9216"]))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -217,7 +217,7 @@ def test_a_resumed_run_searches_for_a_micro_batch_once(corpus, tmp_path):
     found = plan_run(search, Devices(0, 300 * 2**20, "CPU"))
     assert found.config.train.micro_batch == 128
     found.run.continue_with(found.config)
-    for request in (again, search):  # as found before
+    for request in (again, search):  # the earlier result is used
         assert plan_run(request, CPU).config.train.micro_batch == 128
     with pytest.raises(ConfigError, match=r"train\.micro_batch=4"):
         plan_run(replace(again, sets=["train.micro_batch=4"]), CPU)
@@ -229,7 +229,7 @@ def test_fp8_with_unscaled_embeddings_prints_a_note(corpus, tmp_path):
         return plan_run(Request("7k", "dense", corpus, tmp_path / "run", 1, sets=few), CPU).note
 
     assert "model.scaled_embedding" in note()
-    assert note("train.auto_batch=true").count("\n") == 1  # after the note on the micro-batch
+    assert note("train.auto_batch=true").count("\n") == 1  # below the note on the micro-batch
     suitable = "model.scaled_embedding=true model.multipliers.embedding=4.0 model.tied=true"
     for setting in (*suitable.split(), "recipe=muon", "train.fp8=false"):
         assert note(setting) == ""
@@ -279,7 +279,7 @@ def test_a_wrong_request_is_refused_before_anything_is_timed(inside, corpus, mon
 )  # the first has nothing to add
 def test_one_graph_per_kind_of_block_without_breaks_or_recompilation(arch, mtp, kinds, monkeypatch):
     """Counted by Dynamo, which creates the graphs; the compiler that runs afterwards does not matter here."""
-    from torch._dynamo.utils import counters  # takes seconds, which every worker would pay
+    from torch._dynamo.utils import counters  # here, because it takes seconds in every test process
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     few = ["model.layers=3", f"model.mtp={mtp}", "train.compile=true", "train.dtype=bf16"]
@@ -305,4 +305,4 @@ def test_one_graph_per_kind_of_block_without_breaks_or_recompilation(arch, mtp, 
                 loss.backward()
             seen.append(counters["stats"]["unique_graphs"])
         assert not counters["graph_break"]
-        assert seen == [kinds] * 2 + [2 * kinds] * 4  # without gradients they are others
+        assert seen == [kinds] * 2 + [2 * kinds] * 4  # other graphs without gradients

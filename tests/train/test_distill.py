@@ -26,7 +26,7 @@ from tests.train.test_run import hashes, losses, records
 
 
 def test_the_loss_and_its_gradients_are_those_of_distilbert(tmp_path: Path) -> None:
-    """transformers' Distiller (research_projects/distillation) with --restrict_ce_to_mask."""
+    """Compared with transformers' Distiller (research_projects/distillation), --restrict_ce_to_mask."""
     theirs = {}
     ours = {}
     for name in ("distilbert", "bert, masked only"):
@@ -61,7 +61,7 @@ def test_the_loss_and_its_gradients_are_those_of_distilbert(tmp_path: Path) -> N
     for name, grad in gather(model.cfg, "distilbert", state, grads.__getitem__):
         near = 1e-4 * float(grad.abs().max() + 1e-3)
         torch.testing.assert_close(state[name].grad, grad, atol=near, rtol=1e-4, msg=name)
-    assert model.eval()(tokens, targets).total == found.nll  # no teacher where nothing is trained
+    assert model.eval()(tokens, targets).total == found.nll  # only training uses the teacher
 
 
 @pytest.mark.parametrize("chunk", [3, 100])
@@ -129,7 +129,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_learns_the_same_from_the_teacher(runs: Path, layout: str) -> None:
     assert hashes(runs / layout) == hashes(runs / "one")
     assert losses(runs / layout) == pytest.approx(losses(runs / "one"), abs=1e-5)
-    assert losses(runs / "one")[-1] < losses(runs / "bert")[-1] + 0.1  # it starts from its layers
+    assert losses(runs / "one")[-1] < losses(runs / "bert")[-1] + 0.1  # it has its layers
 
 
 def test_a_distilled_run_continues_bit_for_bit(runs: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_distilled_run_continues_bit_for_bit(runs: Path) -> None:
 def test_the_teacher_is_counted_but_neither_saved_nor_mixed_into_a_law(runs: Path) -> None:
     config = run_config(runs / "one")
     teacher, _ = load_model(runs / "bert")
-    # torch's own count of the forward pass, of which attention is a batched product.
+    # torch counts the forward pass; here attention is a batched matmul, which it counts, too.
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter, sdpa_kernel(SDPBackend.MATH):
         h_BSW = teacher.states(Inputs(torch.zeros(1, 64, dtype=torch.long))).h_BSW
@@ -155,7 +155,7 @@ def test_the_teacher_is_counted_but_neither_saved_nor_mixed_into_a_law(runs: Pat
     assert record["flops"] == record["tokens"] * training_flops(config).model
     held = memory(config, Layout(2, 3)).weights
     alone = memory(config.model_copy(update={"distill": None}), Layout(2, 3)).weights
-    assert held - alone == 4 * params(teacher.cfg).total  # fp32, whole on every rank
+    assert held - alone == 4 * params(teacher.cfg).total  # in fp32, complete on every rank
     names = set(Weights(newest(runs / "one")))
     assert {int(name.split(".")[1]) for name in names if name.startswith("blocks.")} == {0}
     facts = json.loads((runs / "one" / "run.json").read_text())
@@ -193,5 +193,5 @@ def test_half_of_the_layers_are_those_of_distilbert() -> None:
     names = [_thinned(f"blocks.{layer}.norm.gain", student, bert) for layer in range(6)]
     # scripts/extract_distilbert.py of transformers' research projects.
     assert [int(name.split(".")[1]) for name in names] == [0, 2, 4, 7, 9, 11]
-    # The table of a layer goes with the layer.
+    # The table of a layer is kept with the layer.
     assert _thinned("value_embeddings.5.weight", student, bert) == "value_embeddings.11.weight"

@@ -64,7 +64,7 @@ def lines(path: Path, rows: list[dict]) -> Path:
 
 
 def write_files(folder: Path) -> None:
-    """Tasks that a first word, the number of words, or a copy solves."""
+    """Write tasks that the first word, the number of words, or a copy solves."""
     draw = random.Random(0)
     texts = [[draw.choice(WORDS) for _ in range(draw.randint(2, 6))] for _ in range(110)]
     kinds = [("color", "number")[WORDS.index(text[0]) > 2] for text in texts]
@@ -109,7 +109,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     begin = (*begin, *SETTINGS, "--set", "train.steps=3", "--lora", 4)
     for dtype in ("fp32", "bf16"):
         launch(*begin, "--dtype", dtype, "--out", folder / f"lora-{dtype}")
-    # An imported model, fine-tuned; and as a teacher, beside the run that it comes from.
+    # An imported model is fine-tuned, and is a teacher like the run that it comes from.
     base = folder / "decoder-base"
     launch("export", "--run", base, "--to", folder / "hub")
     launch("import", "--from", folder / "hub", "--out", folder / "imported")
@@ -141,7 +141,7 @@ def test_every_layout_trains_the_same_run(runs: Path, task: str, layout: str) ->
     assert losses(run) == pytest.approx(losses(one), abs=1e-5)
     last = records(run, "eval")[-1]
     figures = {key: value for key, value in records(one, "eval")[-1].items() if "/" in key}
-    # A correlation divides by a spread, which is small before much is learned.
+    # A correlation is sensitive: it divides by a spread that is small early in training.
     assert {key: last[key] for key in figures} == pytest.approx(figures, abs=1e-3)
     assert last["loss"] == pytest.approx(losses(one, "eval")[-1], abs=1e-5)
     assert bool(figures) == (task != "answers")
@@ -164,7 +164,7 @@ def test_an_easy_task_is_learned(runs: Path, corpus: Path, inside) -> None:
     found = json.loads(inside("evaluate", "--run", runs / "learned", "--json"))
     assert found["labels/accuracy"] == 1
     text = ("evaluate", "--run", runs / "learned", "--data", corpus)
-    assert "not examples in rows" in inside(*text, code=2)  # its tokens would be read as labels
+    assert "of examples in rows" in inside(*text, code=2)  # its tokens are no labels
     out = inside("generate", "--run", runs / "echoes", "--prompt", "blue one red>", "--json")
     assert json.loads(out)["text"] == "blue"
     assert json.loads(out)["ended"]
@@ -200,7 +200,7 @@ def test_runs_that_cannot_serve_are_refused_before_anything_is_written(
 
 
 def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
-    """Against LoRA as in its paper: W + scale·BA, with all other weights those of the start."""
+    """Compared with LoRA as in its paper: W + scale·BA; all other weights are unchanged."""
     run = runs / "lora" / "one"
     trained = Weights(newest(run))
     start = Weights(newest(runs / "decoder-base"))
@@ -225,7 +225,7 @@ def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
     rows = {"targets_BS": tokens, "labels_B": torch.tensor([0, 1]), "last_B": torch.tensor([9, 31])}
     ours = merged(tokens, **rows).rows_BC
     torch.testing.assert_close(unmerged.eval()(tokens, **rows).rows_BC, ours, rtol=0, atol=1e-5)
-    with torch.no_grad():  # as `torch.testing` sees no difference between logits of zero
+    with torch.no_grad():  # two models with logits of zero would also be equal
         assert ours.abs().max() > 1e-3
 
 
@@ -389,7 +389,7 @@ def test_labels_that_only_valid_has_are_refused(runs: Path, inside, tmp_path: Pa
 
 
 def test_a_directory_of_the_user_is_kept(runs: Path, inside, tmp_path: Path) -> None:
-    """`--out .` beside a directory that has the name of the run's corpus."""
+    """`--out .` in a directory that contains one with the name of the run's corpus."""
     start = ("finetune", "--run", runs / "decoder-base", "--data", runs / "colors.jsonl")
     (tmp_path / "examples").mkdir()
     lines(tmp_path / "examples" / "mine.txt", [])
@@ -404,7 +404,7 @@ def test_a_moved_run_continues(runs: Path, inside, tmp_path: Path) -> None:
     inside("finetune", "--resume", "--out", tmp_path / "moved", "--no-track", "--quiet")
     assert "/nowhere/classes" not in config.read_text()
     found = json.loads(inside("evaluate", "--run", tmp_path / "moved", "--json"))
-    assert found["data"] == str(tmp_path / "moved" / "examples")  # not those of the old place
+    assert found["data"] == str(tmp_path / "moved" / "examples")  # not those at the old path
 
 
 def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
         *(runs / "decoder-base", file, None, 0.3, 32, 4, 1.0, None, False, None, None, False, None)
     )
     prepared = prepare(asked, tmp_path / "run")
-    reads = Labels(names=("a", "b"), reads="first")  # with both texts, three special tokens
+    reads = Labels(names=("a", "b"), reads="first")  # three special tokens for two texts
     assert len(make_row(Encoded([4, 5, 6], [7, 8], 0, 0), reads, 2, 0)[0]) == 2 + LABEL_DIGITS
     assert "1 examples are longer" in prepared.note
     model = {"seq": 32, "context": 64, "row_classes": 2, "mtp": 0, "generator": None}

@@ -53,7 +53,7 @@ def test_nonfinite_and_outlying_steps_are_refused():
     for guard in (young, old):
         assert judge(guard, math.nan, 1.0) == "loss is nan"
         assert judge(guard, 3.0, math.inf) == "gradient norm is inf"
-        assert judge(guard, 3.3, 1.1) == "" and judge(guard, 0.5, 0.1) == ""  # lower is fine
+        assert judge(guard, 3.3, 1.1) == "" and judge(guard, 0.5, 0.1) == ""
     assert judge(young, 30.0, 50.0) == ""  # too few steps for a limit
     assert "σ above the usual 3" in judge(old, 3.9, 1.0)
     assert "gradient norm 25 is 6.4σ" in judge(old, 3.0, 25.0)
@@ -66,7 +66,7 @@ def test_heavy_tailed_norms_are_accepted_and_real_spikes_are_not(log_every):
     """Loss and norm of the demo's 1m, 1,306 clean steps of 1,024 tokens: the largest norm is seven times the usual."""
     lines = (Path(__file__).parent / "clean.txt").read_text().splitlines()
     clean = [tuple(map(float, line.split())) for line in lines]
-    norms = [norm for _, norm in clean[1155:1283]]  # the next is the largest, far beyond 6σ
+    norms = [norm for _, norm in clean[1155:1283]]  # the largest is next, far beyond 6σ
     assert clean[1283][1] > statistics.mean(norms) + 40 * statistics.stdev(norms)
     guard, reasons, missed = Guard([]), [], []
     for number, (loss, norm) in enumerate(clean, 1):
@@ -88,7 +88,7 @@ def test_repeated_skips_roll_back_and_then_end_the_run():
 
     skip(100)
     skip(120)
-    skip(130)  # three, but not close together
+    skip(130)  # three skips, but not close together
     with pytest.raises(RollbackError) as back:
         skip(135)
     assert (back.value.first, back.value.last) == (120, 135)
@@ -102,12 +102,12 @@ def test_repeated_skips_roll_back_and_then_end_the_run():
 
 
 def test_a_resumed_guard_decides_like_an_uninterrupted_one():
-    """Also if it has read one more step: the limits of a step come from steps up to two before it."""
+    """One more step in the log makes no difference: the limits come from steps up to two before."""
     log = noise(300)
     log.insert(250, {"kind": "event", "event": "skip", "step": 250, "loss": math.nan})
     whole, resumed = Guard(log), Guard(relevant(log))
     assert vars(whole) == vars(resumed)
-    behind, settled = Guard(relevant(log[:-1])), Guard(relevant(log))  # steps to 298, and to 299
+    behind, settled = Guard(relevant(log[:-1])), Guard(relevant(log))  # up to step 298, and 299
     assert behind.limits(300) == settled.limits(300) != settled.limits(301)
     assert len(set(map(tuple, map(settled.limits, (301, 302, 400))))) == 1
 
@@ -154,9 +154,9 @@ def made(corpus: Path, out: Path, nproc: int) -> Path:
 
 def test_a_run_without_steps_keeps_its_world_and_needs_disk_space(corpus, tmp_path, monkeypatch):
     run = made(corpus, tmp_path / "four", nproc=4)
-    assert RunDir(run).world == 4  # though it has logged nothing
+    assert RunDir(run).world == 4  # although it has logged nothing
     plan_run(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
-    for stray in ("step-00000009.bak", "step-backup"):  # not a checkpoint, for nobody
+    for stray in ("step-00000009.bak", "step-backup"):  # names that never count as checkpoints
         (run / "checkpoints" / stray).mkdir()
     assert RunDir(run).note_fault(1)["saved"] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
@@ -169,13 +169,13 @@ def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
     assert {("skip", 2), ("rollback", 18), ("omit", 20), ("omit", 21), ("omit", 22)} <= events
     steps = [n for n in range(1, STEPS) if n not in BAD]
     logged = [r["step"] for r in records(poisoned, "step")]
-    # the last is read beside the one that hangs, or where the end of its peer reaches this rank before its own
+    # The last step is logged only if this rank reads it before it notices the end of the other.
     assert logged in (steps, steps[:-1])
     (back,) = [r for r in records(poisoned, "event") if r["event"] == "rollback"]
     assert (back["first"], back["last"], back["reason"]) == (20, 22, "loss is nan")
     assert all(map(math.isfinite, losses(poisoned)))
     saves = [r["step"] for r in records(poisoned, "event") if r["event"] == "save"]
-    assert saves == [9, 18]  # it rolled back to 18
+    assert saves == [9, 18]  # it went back to 18
 
 
 def test_a_stuck_rank_is_found_with_its_stacks(poisoned):
@@ -192,7 +192,7 @@ def test_a_hanging_start_is_found_after_first_s(tmp_path):
     (tmp_path / "logs").mkdir()
     if (child := os.fork()) == 0:
         Watchdog(RunDir(tmp_path), World(0, 2, torch.device("cpu")), hang_s=60.0, first_s=0.5)
-        (tmp_path / "logs" / "stacks-rank-1.txt").touch()  # rank 1 starts later, and hangs as well
+        (tmp_path / "logs" / "stacks-rank-1.txt").touch()  # rank 1 has also written its stacks
         time.sleep(120)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

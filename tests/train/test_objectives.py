@@ -54,13 +54,13 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             command += ["--nproc", ranks, "--zero", zero, "--sp", sp]
             jobs.append({"do": "launch", "arguments": command})
     for name in OBJECTIVES:
-        # A copy without its last steps is a run that was stopped.
+        # A copy without the last steps is the same as a stopped run.
         out = folder / name / "stopped"
         jobs.append({"do": "copy", "src": folder / name / "one", "dst": out})
         jobs.append({"do": "cut", "out": out, "step": 3})
         resume = ["pretrain", "--resume", "--no-track", "--out", out]
         jobs.append({"do": "launch", "arguments": resume})
-    # A decoder that continues as an encoder, with a mask, which its vocabulary has no space for.
+    # A decoder continues as an encoder. The mask needs a larger vocabulary.
     for name, options in {
         "decoder": ("--size", "tiny", "--steps", 2, "--set", "model.value_embeddings=1"),
         "encoder": ("--init", folder / "decoder", "--steps", 1, "--set", "optim.lr=1e-12"),
@@ -102,14 +102,14 @@ def test_a_decoder_continues_as_an_encoder(runs: Path, corpus: Path, inside) -> 
     assert set(before) == set(after)
     for name, tensor in before.items():
         assert after[name].shape[1:] == tensor.shape[1:]
-        # The rows of new ids come last, and one step at almost no rate changes nothing.
+        # New ids have the last rows. One step at a tiny rate changes nothing else.
         torch.testing.assert_close(after[name][: len(tensor)], tensor, atol=1e-9, rtol=1e-6)
     assert len(after["embedding.weight"]) == 576 and after["embedding.weight"][512].std() > 1e-3
     model, config = load_model(runs / "encoder")
     assert config.objective.kind == "masked"
     tokens = torch.arange(64)[None]
     other = tokens.index_fill(1, torch.tensor([63]), 5)
-    assert not torch.equal(model(tokens)[0, 0], model(other)[0, 0])  # it reads what follows
+    assert not torch.equal(model(tokens)[0, 0], model(other)[0, 0])  # it reads later tokens
     start = ("pretrain", "--init", runs / "decoder", "--data", corpus, "--out", runs / "refused")
     assert "objective.kind=masked" in inside(*start, "--set", "model.stack=encoder", code=2)
     longer = (

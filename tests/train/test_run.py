@@ -73,7 +73,7 @@ LAYOUTS = {  # processes, options
 
 @pytest.fixture(scope="module")
 def layouts(corpus, tmp_path_factory) -> Path:
-    """A run of each."""
+    """Train a run in each layout."""
     runs = tmp_path_factory.mktemp("layouts")
     train_all(
         runs, {name: ("--nproc", n, *options) for name, (n, options) in LAYOUTS.items()}, corpus
@@ -82,7 +82,7 @@ def layouts(corpus, tmp_path_factory) -> Path:
 
 
 def train_all(runs: Path, options: dict[str, tuple], corpus: Path, common: tuple = TINY) -> None:
-    """One run for each name, in the same process."""
+    """Train one run for each name, in the same process."""
     asked = [
         ("pretrain", *common, "--data", corpus, "--out", runs / name, *more)
         for name, more in options.items()
@@ -108,11 +108,11 @@ def test_bf16_stays_near_fp32(layouts):
 
 
 def test_resumed_runs_continue_bit_for_bit(base, layouts, corpus, tmp_path):
-    """After a signal of a scheduler that reaches one worker alone and Ctrl-C at the launcher, and
-    after the newest checkpoint was damaged."""
+    """After a scheduler's signal to one worker, after Ctrl-C at the launcher, and after damage to
+    the newest checkpoint."""
     stopped = tmp_path / "stopped"
     start = (*TINY, "--data", corpus, "--nproc", 2, "--out", stopped, "--zero", 3)
-    start += ("--set", "train.max_restarts=0")  # no spare ranks are started
+    start += ("--set", "train.max_restarts=0")  # without a preloader
     resume = ("--resume", "--out", stopped, "--no-track")
     interrupt(start, lambda launcher: launcher.children()[0].send_signal(signal.SIGUSR1), code=75)
     interrupt(resume, lambda launcher: launcher.send_signal(signal.SIGINT), code=130)

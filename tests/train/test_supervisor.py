@@ -63,12 +63,12 @@ def test_hostile_surroundings(corpus, tmp_path, request):
     process = subprocess.Popen(
         launcher, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
     )
-    request.addfinalizer(process.kill)  # also if the test fails; its ranks end with it
-    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # about 50 steps
+    request.addfinalizer(process.kill)  # even if the test fails; the ranks end with it
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # space for about 50 steps
     until(lambda: steps(out) > 100 or process.poll() is not None, 300, "the ranks do not train")
     assert process.poll() is None and not restarts(out)
     family = psutil.Process(process.pid)
-    children = family.children(recursive=True)  # the preloader may be among them
+    children = family.children(recursive=True)  # these may include the preloader
     ports = [
         connection.laddr
         for p in (family, *children)
@@ -108,8 +108,8 @@ def test_the_store_of_several_nodes_listens_on_the_address_of_the_job_only():
 
 
 def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
-    """A rank is killed three times: then the preloader is absent, dead and stopped. The ranks are
-    forks, except at last, and the curve is that of an undisturbed run bit for bit."""
+    """A rank is killed while the preloader is absent, dead and stopped. The new ranks are forks,
+    except after the last kill. The curve is that of an undisturbed run bit for bit."""
     common = (*BRIEF, "--steps", 300, "--set", "train.save_every=20", "--data", corpus)
     curves = []
     for name, faults in (("disturbed", (None, signal.SIGKILL, signal.SIGSTOP)), ("base", ())):
@@ -132,7 +132,7 @@ def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
 def disturb(launcher: int, out: Path, number: int, fault: signal.Signals | None) -> None:
     """Send a signal to the preloader, kill a rank, and wait until others train."""
     before = steps(out)
-    until(lambda: steps(out) > before + 25)  # there is a new checkpoint
+    until(lambda: steps(out) > before + 25)  # by then there is a new checkpoint
     old = {p.pid for p in ranks(out).values()}
     if fault:
         (preloader,) = preloaders(out)
@@ -167,12 +167,12 @@ def test_a_process_that_cannot_fork_ranks_says_so_and_is_not_used(tmp_path):
     preloader = preload.Preloader([sys.executable, "-c", "raise SystemExit('why')"], {}, log)
     assert not preloader.ready(lambda: False) and preloader.fork({}, 1, 2) is None
     preloader.close()
-    preloader.start()  # it would fail again
+    preloader.start()  # does nothing, because it would fail again
     assert preloader._process is None and preloader.obstacle == "why"
 
 
 def test_a_preloader_that_dies_between_two_forks(corpus, tmp_path, monkeypatch):
-    """Rank 0, which logs it, learns of it. Forks and other ranks have the user's own variables."""
+    """Rank 0 gets the reason and logs it. Forks and other ranks have the user's own variables."""
     request = Request("7k", "dense", corpus, tmp_path / "run", 2, sets=["model.seq=64"])
     run = plan_run(request, Devices(0, 2**30, "CPU")).commit().run
     monkeypatch.setenv("TORCH_WARM_POOL", "own")
@@ -190,12 +190,12 @@ def test_a_preloader_that_dies_between_two_forks(corpus, tmp_path, monkeypatch):
 
 
 def test_a_rank_that_dies_during_a_stop(corpus, tmp_path, monkeypatch):
-    """By the stop request itself, while it starts, or by another signal, which is the cause."""
+    """A rank that starts may die of the stop request. Any other signal is the cause of the fault."""
     request = Request("7k", "dense", corpus, tmp_path / "run", 2, sets=["model.seq=64"])
     run = plan_run(request, Devices(0, 2**30, "CPU")).commit().run
     groups = SimpleNamespace(new=lambda _: supervisor.Group(run, []), prepare=None)
     for number in (signal.SIGINT, signal.SIGKILL):
-        run.fail(RuntimeError("connection lost"))  # by rank 0
+        run.fail(RuntimeError("connection lost"))  # rank 0 reports this
         codes = {0: 1, 1: -number}
         monkeypatch.setattr(supervisor.Group, "wait", lambda *_, codes=codes: codes)
         stop = SimpleNamespace(signal=signal.SIGINT)
@@ -228,7 +228,7 @@ def test_a_worker_that_cannot_start_is_a_fault_not_a_stop(corpus, tmp_path, monk
 
 
 def test_a_fault_is_that_of_the_rank_which_failed_by_itself(corpus, tmp_path, monkeypatch):
-    """Not that of rank 0, which waits for it and is ended afterwards. Signals may have no name."""
+    """Rank 0 waits for it and is ended afterwards, so its report does not count. Signals may have no name."""
     request = Request("7k", "dense", corpus, tmp_path / "run", 2, sets=["model.seq=64"])
     run = plan_run(request, Devices(0, 2**30, "CPU")).commit().run
     monkeypatch.setattr(supervisor, "_GRACE_S", 0.1)
@@ -250,16 +250,16 @@ def test_a_run_whose_processes_were_killed_is_not_shown_as_running(corpus, tmp_p
     until(lambda: steps(out) > 3)
     assert [status.state for status in statuses([out])] == ["RUNNING"]
     rank = ranks(out)["0"]
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # a rank whose launcher dies would save
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # a rank saves if its launcher dies
         process.send_signal(number)
         rank.send_signal(number)
     assert process.wait(60) == -signal.SIGKILL
-    # A process that ends has no command line before the kernel releases its locks.
+    # A process that ends loses its command line first, and its locks later.
     until(lambda: statuses([out])[0].state == "FAILED", 60, "still shown as running")
     assert "--resume" in statuses([out])[0].note
     shown = Directories(tmp_path)
     assert [shown.read(key).row(key, time.time())["status"] for key in shown.scan()] == ["failed"]
-    (out / "host").write_text("another")  # whose processes cannot be seen from here
+    (out / "host").write_text("another")  # this host cannot see processes of another
     assert [status.state for status in statuses([out])] == ["RUNNING"]
 
 
@@ -272,7 +272,7 @@ def test_directories_of_killed_launchers_are_removed(tmp_path, monkeypatch):
     other.symlink_to(tmp_path / "file")
     for path in (unused, used, tmp_path / "file"):
         os.utime(path, (0, 0))
-    handle = share(used)  # as a rank does that still saves
+    handle = share(used)  # like a rank that is still saving
     supervisor.remove_unused()
     assert {*tmp_path.iterdir()} == {used, young, other, tmp_path / "file"}
     os.close(handle)

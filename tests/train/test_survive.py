@@ -19,7 +19,7 @@ from pipeline.runs.history import goodput, remaining_s, startup_cost
 from tests.train.test_run import hashes, losses, pretrain, processes, records, train_all
 
 STEPS = 40
-STARTING, SAVING, EVALUATING = 0, 20, 30  # what happens at that step
+STARTING, SAVING, EVALUATING = 0, 20, 30  # what the run does at these steps
 OPTIONS = (
     "--size", "tiny", "--steps", STEPS, "--no-track", "--nproc", 2, "--set", "model.seq=64",
     "--set", "train.batch_tokens=1024", "--set", "train.save_every=10", "--set", "train.eval_every=30",
@@ -46,8 +46,8 @@ def few(corpus, tmp_path_factory) -> Path:
     return out
 
 
-# Options, and what happens to which rank at which step: some steps before the next fault, because
-# ranks continue until they lose the other.
+# Options, and which rank has which fault at which step. Faults are some steps apart, because a
+# rank continues until it notices that it lost the other.
 CASES = {
     "zero 1": (
         ("--zero", 1, "--set", "train.eval_batches=40"),
@@ -116,7 +116,7 @@ def ranks(out: Path) -> dict[str, psutil.Process]:
     for pid in processes(f"pipeline.train.worker {out}"):
         with contextlib.suppress(OSError):  # it has ended
             log = Path(f"/proc/{pid}/fd/2").readlink().stem
-            if log.startswith("rank-"):  # not the preloader
+            if log.startswith("rank-"):  # the preloader has another log
                 there[log.removeprefix("rank-")] = psutil.Process(pid)
     return there
 
@@ -132,7 +132,7 @@ def test_a_repeated_fault_is_not_retried_forever():
     assert "twice at step 7: RuntimeError: why" in (verdict([fault(7), fault(7)], 3) or "")
     in_vain = [fault(step) for step in (5, 6, 7, 8)]
     assert verdict(in_vain[:3], 3) is None and "4 times" in (verdict(in_vain, 3) or "")
-    # a new checkpoint: there is progress
+    # a new checkpoint is progress
     assert verdict([*in_vain[:3], fault(12, saved=8)], 3) is None
     assert "failed after step 0" in (verdict([fault(7)], 0) or "")
 
@@ -146,7 +146,7 @@ def test_goodput_is_what_the_steps_left():
         at(5, event="start", start_s=5.0),
         at(6, kind="step", wait_s=0.25),
         at(7, event="save", seconds=0.5),
-        # 3.5 s of steps lost, 20 s until it trained again
+        # steps of 3.5 s were lost, and it trained again after 20 s
         at(30, event="restart", start_s=20.0, replay_s=3.5),
         at(31, event="interrupt"),
         at(1000, event="resume", start_s=4.0),  # time while it is not running does not count
@@ -179,5 +179,5 @@ def test_a_save_that_is_logged_late_does_not_count_as_a_kept_step(monkeypatch):
     seconds = (back["start_s"], back["replay_s"], share["checkpoint_s"], share["wall_s"])
     assert seconds == (12, 1.75, 0.25, 20)
     assert goodput(log)["wall_s"] == 8
-    # a branch: the steps in between are its trunk's
+    # a branch does not repeat steps: they are its trunk's
     assert startup_cost(kept, 1, failed=False)["replay_s"] == 0

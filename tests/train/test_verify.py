@@ -33,7 +33,7 @@ def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc
     few += sets("recipe=adamw model.ffn.experts=8 model.scaled_embedding=true")
     few += sets(f"optim.optimizer.kind={optimizer}")
     *real, control = json.loads(launch("verify", *options, *few).stdout)
-    # The reference runs, asked for or not.
+    # The reference is always trained.
     assert {row["layout"] for row in real} == {*layouts.split(","), "accelerate"}
     for row in real:
         assert row["passed"] and row["tokens"]
@@ -70,7 +70,7 @@ def test_nan_does_not_pass(where):
     wrong = {**close, where: {"head": 1e-9, "ffn": math.nan} if where == "gradients" else math.nan}
     row = {"layout": "zero 1", "tokens": True, "bound": 1e-5, "control": False}
     assert Outcome(**row, **close).passed and not Outcome(**row, **wrong).passed
-    assert not Outcome(**{**row, "control": True}, **close).passed  # an error that was not caught
+    assert not Outcome(**{**row, "control": True}, **close).passed  # its error was not caught
     assert not Outcome(**{**row, "tokens": False}, **close).passed
     assert not any(Outcome(**row, **close, referee=far).passed for far in (2e-5, math.nan))
     weights = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2, bias=False)})

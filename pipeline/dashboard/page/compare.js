@@ -114,8 +114,8 @@
     const heads = [
       HEADS[$("sides").value],
       "Loss there",
-      `Compared with ${base.name}`,
-      `Compute ${base.name} needs for it`,
+      `Difference from ${base.name}`,
+      `Compute of ${base.name} for this loss`,
     ];
     table($("compare-table"), heads, found.map(row));
   }

@@ -260,7 +260,7 @@
     let words = "A forecast needs a law, and a law needs two finished runs of different compute.";
     if (grid?.sizes) {
       words = "Choose the compute and how to split it between parameters and tokens. " +
-        "Every value was computed by the functions behind `launch forecast`.";
+        "`launch forecast` computes the same values.";
     } else if (grid) {
       words = "This law depends on compute alone. To learn how to split it, train runs with other " +
         "ratios of tokens to parameters.";
@@ -327,7 +327,7 @@
     }
     const far = grid.far?.[index] ? "far outside of the fitted runs: train runs near it first" : "";
     const reach = `${number(C / Math.max(...fit.points_used.C))}×`;
-    tiles.push(tile("beyond the largest run", reach, far));
+    tiles.push(tile("the compute of the largest run", reach, far));
     const time = `${duration((hours / gpus) * 3600)} on ${gpus}`;
     const shownHours = hours < 0.001 ? "< 0.001" : short(hours);
     const source = planned ? "planned" : "assumed";

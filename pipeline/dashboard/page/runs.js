@@ -315,7 +315,7 @@
     const layers = moe.load[0].length;
     const select = $("layer");
     const numbers = Array.from({ length: layers }, (_, i) => [String(i), String(i)]);
-    fillSelect(select, [["", "all: busiest expert of each"], ...numbers]);
+    fillSelect(select, [["", "all (the busiest expert of each)"], ...numbers]);
     if (isNew) select.value = "";
     const draw = () => {
       const all = select.value === "";
