@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from launch import options, pretrain
-from launch.pretrain import given_only
+from launch.options import given_only
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:

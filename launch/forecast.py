@@ -30,21 +30,22 @@ if TYPE_CHECKING:
 
 TargetSize = Annotated[str | None, Option(help="Forecast a run of this model size, such as 1b.")]
 _TOKENS = "Training tokens (default with --size: as many per parameter as the ladder, or 20)."
-Tokens = Annotated[float | None, Option(help=_TOKENS)]
+Tokens = Annotated[float | None, options.amount_option(_TOKENS)]
 _PARAMS = "Forecast a run with this N, counted as in the fitted points; needs --tokens."
-Params = Annotated[float | None, Option(help=_PARAMS)]
+Params = Annotated[float | None, options.amount_option(_PARAMS)]
 Flops = Annotated[float | None, Option(help="Forecast the best run with these training FLOPs.")]
 TargetLoss = Annotated[float | None, Option(help="Find the cheapest run that reaches this loss.")]
 _INFERENCE_TOKENS = (
     "Tokens to serve after training; with --target-loss or --flops, finds the best N and "
     "D for training and inference together."
 )
-InferenceTokens = Annotated[float | None, Option(help=_INFERENCE_TOKENS)]
+InferenceTokens = Annotated[float | None, options.amount_option(_INFERENCE_TOKENS)]
 _INFERENCE_MFU = (
     "MFU of inference; a FLOP of inference costs as much as 0.4/MFU training FLOPs (default: 0.4)."
 )
 InferenceMfu = Annotated[float | None, Option(help=_INFERENCE_MFU, min=0.001, max=1)]
-Unique = Annotated[float | None, Option(help="Distinct training tokens; others are repeats.")]
+_UNIQUE = "Distinct training tokens; others are repeats."
+Unique = Annotated[float | None, options.amount_option(_UNIQUE)]
 _TARGETS = "CSV of runs to forecast, with columns N, D (optional: C, run, experts, unique)."
 Targets = Annotated[Path | None, options.path_option(text=_TARGETS)]
 _GPUS = "Number of GPUs of --cluster, to compute the hours (default: 8)."

@@ -12,6 +12,7 @@ import typer
 from typer import Option
 
 from pipeline.errors import ConfigError
+from pipeline.units import parse_count
 
 
 def parse_path(text: str) -> Path:
@@ -36,6 +37,18 @@ def parse_output(text: str) -> Path:
     return path
 
 
+def parse_amount(text: str) -> float:
+    """Parse a number of tokens or parameters, such as 1e9, 1B or 285M."""
+    with contextlib.suppress(ValueError):
+        return parse_count(text) or float(text)
+    raise typer.BadParameter(f"{text} is not a number; write it as 285e6 or 285M")
+
+
+def amount_option(text: str) -> Any:
+    """Return the declaration of an option that is a number of tokens or parameters."""
+    return Option(parser=parse_amount, metavar="NUMBER", help=text)
+
+
 def path_option(*names: str, text: str) -> Any:
     """Return the declaration of an option that is a path to read."""
     return Option(*names, parser=parse_path, metavar="PATH", help=text)
@@ -44,6 +57,12 @@ def path_option(*names: str, text: str) -> Any:
 def output_option(*names: str, text: str) -> Any:
     """Return the declaration of an option that is a path to write."""
     return Option(*names, parser=parse_output, metavar="PATH", help=text)
+
+
+def given_only(table: dict[str, Any]) -> dict[str, Any]:
+    """Remove options that were not given, which must not override the config file or cluster."""
+    inner = {k: given_only(v) if isinstance(v, dict) else v for k, v in table.items()}
+    return {key: value for key, value in inner.items() if value not in (None, {})}
 
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
@@ -59,6 +78,12 @@ Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster 
 ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings of the run.")]
 _SETTINGS = "One setting as KEY=VALUE, which overrides all other sources. Repeatable."
 Settings = Annotated[list[str] | None, Option("--set", help=_SETTINGS)]
+
+# The length of a run; at most one of these.
+Steps = Annotated[int | None, Option(help="Run length in optimizer steps.")]
+_TOKENS = "Run length in tokens, such as 285M (default: 20 per parameter)."
+Tokens = Annotated[float | None, amount_option(_TOKENS)]
+Flops = Annotated[float | None, Option(help="Run length in training FLOPs, such as 1e18.")]
 
 # A trained run.
 RunPath = Annotated[Path, Option("--run", help="Run directory, or one checkpoint directory in it.")]

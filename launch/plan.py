@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from launch.law import progress
-from launch.options import AsJson
+from launch.options import AsJson, amount_option
 from launch.tables import new_console, print_json, table
 from pipeline.errors import ConfigError
 
@@ -33,7 +33,7 @@ Mfu = Annotated[float | None, Option(help=_MFU, min=0.001, max=1)]
 _TARGET_SIZE = "Size to forecast, to simulate how wide the interval of its forecast will be."
 TargetSize = Annotated[str | None, Option(help=_TARGET_SIZE)]
 _TARGET_TOKENS = "Training tokens of --target-size (default: 20 per parameter)."
-TargetTokens = Annotated[float | None, Option(help=_TARGET_TOKENS)]
+TargetTokens = Annotated[float | None, amount_option(_TARGET_TOKENS)]
 _WANTED_WIDTH = "Propose the cheapest ladder whose interval has this half width, such as 3%."
 WantedWidth = Annotated[str | None, Option("--width", help=_WANTED_WIDTH)]
 _MEASURED_NOISE = "Ladders measured so far scatter 0.8% to 1.5%"

@@ -50,9 +50,6 @@ Ep = Annotated[int | None, Option(help=_EP)]
 Sp = Annotated[int | None, Option(help="Ranks that share each sequence (default: 1).")]
 _ENGINE = "Engine: deepspeed, or accelerate for comparisons (default: deepspeed)."
 Engine = Annotated[str | None, Option(help=_ENGINE)]
-Steps = Annotated[int | None, Option(help="Run length in optimizer steps.")]
-Tokens = Annotated[float | None, Option(help="Run length in tokens (default: 20 per parameter).")]
-Flops = Annotated[float | None, Option(help="Run length in training FLOPs, such as 1e18.")]
 _DTYPE = "Precision: fp32 or bf16 (default: bf16 on GPUs, fp32 on CPUs)."
 DtypeName = Annotated[str | None, Option("--dtype", help=_DTYPE)]
 _BATCH = "Use the largest micro-batch that fits, found by trial."
@@ -91,9 +88,9 @@ def pretrain(
     ep: Ep = None,
     sp: Sp = None,
     engine: Engine = None,
-    steps: Steps = None,
-    tokens: Tokens = None,
-    flops: Flops = None,
+    steps: options.Steps = None,
+    tokens: options.Tokens = None,
+    flops: options.Flops = None,
     dtype: DtypeName = None,
     auto_batch: AutoBatch = False,
     init: Init = None,
@@ -122,9 +119,10 @@ def pretrain(
     layout = {"zero": zero, "ep": ep, "sp": sp, "engine": engine}
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": train}
     over |= {"recipe": recipe, "parallel": layout, "cluster": {"slurm": {"time": time}}}
+    over = options.given_only(over)
     request = Request(
         size=size, arch=arch, data=data, out=out, cluster=cluster, file=config, sets=sets or (),
-        over=given_only(over), resume=resume, fresh=slurm and not resume, branch=branch, init=init,
+        over=over, resume=resume, fresh=slurm and not resume, branch=branch, init=init,
     )  # fmt: skip
     request, devices, job = place(request, slurm, nodes, nproc, gpus_per_node)
     planned = plan_run(request, devices)
@@ -142,12 +140,6 @@ def refuse_job_options(slurm: bool, *values: Any) -> None:
         given = value is not None and value is not False  # 0 is a value: no GPUs
         if given and not slurm:
             raise ConfigError(f"{option} is for a SLURM job; add --slurm, or remove {option}")
-
-
-def given_only(table: dict[str, Any]) -> dict[str, Any]:
-    """Remove options that were not given, which must not override the config file or cluster."""
-    inner = {k: given_only(v) if isinstance(v, dict) else v for k, v in table.items()}
-    return {key: value for key, value in inner.items() if value not in (None, {})}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import Arch, AsJson, Cluster, ConfigFile, Recipe, Settings, Size, examples
+from launch import options
+from launch.options import examples
 from launch.tables import new_console, print_json, table
 from pipeline.config.dump import flags
 from pipeline.config.layers import load, names, refuse_idle
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "launch show --size 1b",
+    "launch show --size 1b --tokens 100B                 # the recipe of a longer run",
     "launch show --size 7b --gpus 64 --cluster h100      # layouts, and the recommended one",
     "launch show --size 671b --gpus 2048 --cluster h100 --set model.seq=4096",
     "launch show --size tiny --set model.seq=256 --json",
@@ -38,20 +40,24 @@ app = typer.Typer()
 
 @app.command(epilog=EXAMPLES)
 def show(
-    size: Size = "1b",
-    arch: Arch = None,
-    recipe: Recipe = None,
+    size: options.Size = "1b",
+    arch: options.Arch = None,
+    recipe: options.Recipe = None,
+    steps: options.Steps = None,
+    tokens: options.Tokens = None,
+    flops: options.Flops = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs to plan for.", min=1)] = 8,
-    cluster: Cluster = None,
-    config: ConfigFile = None,
-    sets: Settings = None,
+    cluster: options.Cluster = None,
+    config: options.ConfigFile = None,
+    sets: options.Settings = None,
     sizes: Annotated[bool, typer.Option("--sizes", help="List all sizes.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Print parameters, FLOPs, recipe and memory of a size; with --cluster, times of layouts."""
 
     def loaded(name: str) -> RunSpec:
-        over = {"recipe": recipe} if recipe else {}
+        length = {"steps": steps, "tokens": tokens, "flops": flops}
+        over = options.given_only({"recipe": recipe, "train": length})
         return load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or (), over=over)
 
     if sizes:

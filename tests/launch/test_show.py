@@ -51,6 +51,15 @@ def test_show_names_the_nearest_layout_that_fits(inside):
     assert chosen["fits"]
 
 
+def test_show_derives_the_recipe_of_a_run_length(inside):
+    longer = json.loads(inside("show", "--size", "tiny", "--tokens", "2B", "--json"))
+    key = "train.tokens=2000000000"
+    assert longer == json.loads(inside("show", "--size", "tiny", "--set", key, "--json"))
+    assert longer["recipe"]["tokens"] == pytest.approx(2e9, rel=0.01)
+    assert longer["recipe"]["lr"] < 0.06  # of 20 tokens per parameter
+    assert "'--tokens': 2Q is not a number" in inside("show", "--tokens", "2Q", code=2)
+
+
 def test_show_refuses_what_no_run_accepts(inside):
     said = inside("show", "--size", "tiny", "--set", "model.segments=2", code=2)
     assert "model.segments=2 has no effect without" in said
