@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from launch.options import AsJson, Curves, Experiment, Law, RunsDir, examples
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.dashboard.live import Watcher
@@ -72,22 +72,33 @@ def write(watcher: "Watcher", target: Path, as_json: bool) -> None:
 
     # Unlike a live page, a file cannot recover, so an unreadable source is an error here.
     watcher.refresh(strict=True)
+    # Report runs that were left out on stderr, because stdout may be JSON.
+    for note in watcher.snapshot.notes:
+        typer.echo(note, err=True)
+    count = len(watcher.snapshot.runs)
+    if not count:
+        raise RunError(f"{watcher.source.title} has no run; check --runs and --experiment")
     page = static_page(watcher.everything())
     try:
+        if target.is_file() and not _is_page(target):
+            raise ConfigError(f"static={target} exists and is not a page; choose another file")
         target.parent.mkdir(parents=True, exist_ok=True)
         replace(target, page)  # a browser may have the old page open
     except OSError as error:
         raise ConfigError(
             f"static={target} cannot be written ({error.strerror}); choose another file"
         ) from None
-    # Report runs that were left out on stderr, because stdout may be JSON.
-    for note in watcher.snapshot.notes:
-        typer.echo(note, err=True)
-    count = len(watcher.snapshot.runs)
     if as_json:
         typer.echo(encode({"path": str(target), "runs": count, "bytes": len(page)}))
     else:
-        typer.echo(f"Wrote {target} ({count} runs). Open it in a browser; it needs no network.")
+        runs = "1 run" if count == 1 else f"{count} runs"
+        typer.echo(f"Wrote {target} ({runs}). Open it in a browser; it needs no network.")
+
+
+def _is_page(path: Path) -> bool:
+    begin = b"<!doctype html>"
+    with path.open("rb") as file:
+        return file.read(len(begin)).lower() == begin
 
 
 def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:

@@ -275,6 +275,19 @@ def test_runs_that_are_missing_have_a_remedy_that_works(tmp_path, inside, monkey
         assert "runs=runs/demo is not a directory" in error and "`make demo`" in error
 
 
+def test_a_static_page_replaces_only_a_page(tmp_path, inside):
+    """It once replaced any file, and a page without runs was a success."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    static = ("dashboard", "--runs", tmp_path, "--static")
+    assert "has no run; check --runs" in inside(*static, tmp_path / "page.html", code=2)
+    make_run(tmp_path, "a", 1e6, 1e7, steps=20)
+    assert "exists and is not a page" in inside(*static, notes, code=2)
+    assert notes.read_text() == "mine"
+    for _ in range(2):
+        assert "(1 run)" in inside(*static, tmp_path / "page.html")
+
+
 def test_a_sweep_for_gpus_is_refused_without_one(corpus, tmp_path, inside, monkeypatch):
     """It once began a ladder for 8 H100s on two cores, without a warning."""
     out = tmp_path / "runs"
