@@ -62,7 +62,8 @@ def logs(
     """Print the logs of a run's processes."""
     folder = run / "logs"
     if not folder.is_dir():
-        raise RunError(f"{run} is not a run directory; `launch status` lists those below runs/")
+        problem = "has no logs" if (run / "run.json").exists() else "is not a run directory"
+        raise RunError(f"{run} {problem}; `launch status` lists the runs below runs/")
     printed: dict[Path, int] = {}  # bytes of each file so far
     last: Path | None = None  # the file printed last; a change prints a heading, as `tail` does
     while True:

@@ -78,6 +78,13 @@ def load(
 
 def refuse_idle(spec: RunSpec, sets: Iterable[str]) -> None:
     """Refuse a `--set` that changes nothing because another setting is missing."""
+    for text in sets:
+        if problem := idle(spec, text):
+            raise ConfigError(f"{problem}; remove it")
+
+
+def idle(spec: RunSpec, text: str) -> str:
+    """Return why a `--set` changes nothing, or an empty text."""
     model = spec.model
     needs = {
         "model.segments": ('model.stack="encoder"', model.stack == "encoder"),
@@ -87,10 +94,11 @@ def refuse_idle(spec: RunSpec, sets: Iterable[str]) -> None:
         "model.position.window_theta": ("model.attention.window", model.attention.window),
         "eval.questions": ("eval.tasks", spec.eval.tasks),
     }
-    for key, value in (item for given in map(parse_set, sets) for item in dotted(given)):
+    for key, value in dotted(parse_set(text)):
         for start, (other, there) in needs.items():
             if value and not there and f"{key}.".startswith(f"{start}."):
-                raise ConfigError(f"{key}={value} has no effect without {other}; remove it")
+                return f"{key}={value} has no effect without {other}"
+    return ""
 
 
 class _Predicted(Frozen):
