@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.scaling import frontier, intervals, quality
+from pipeline.scaling import frontier, groups, intervals, quality
 from pipeline.scaling.backtest import (
     TYPICAL,
     WIDE_VALLEY,
@@ -251,6 +251,8 @@ def study(
     notes += intervals.interval_warnings(result, spread, of_e, notes)
     fitted = quality.goodness(even)
     notes += quality.fit_warnings(fitted)
+    if profiled and minima is None:
+        notes += groups.group_warnings(even)
     if wanted and minima is None:
         notes += quality.edge_warnings(even, [one.run for one in fitted.outliers] if fitted else [])
     found = (result, spread, test, scale, of_e, minima, valleys, draws)
