@@ -20,8 +20,7 @@ FACTORS = (1.8, 2e4)  # tokens have about 4 bytes, and thousands are 1000
 STARTS = {"D": (2.5, 5.0, 30.0, 1000.0), "N": (2.5, 5.0, 30.0, 1000.0), "loss": (1.01, 1.04, 1.1)}
 KEPT_STARTS = 6
 TRIED = 8  # optima that are compared
-FEWEST = 3  # rows in the smaller group; fewer are outliers
-SMALLEST_SHARE = 0.1  # of the rows
+FEWEST = 3  # rows in the smaller group, which is also a tenth of all; fewer are outliers
 MOST_ROWS = 150  # a table of twice as many is thinned
 SURE = 5.0  # nats of evidence; clean ladders have at most 2 (docs/LOG.md)
 CLEARER = 2.0  # nats more than for a factor on the loss
@@ -33,8 +32,7 @@ GRID_SEARCH = 0.2  # the fitted log factor is this inexact
 
 
 class TwoGroups(Law):
-    """A law whose last parameter is the log of a factor on one column of some rows: those whose
-    loss it describes better with this factor."""
+    """A law whose last parameter is the log of a factor on a column of the rows that prefer it."""
 
     def __init__(self, inner: Law, column: str, log_loss: Array) -> None:
         self.inner = inner
@@ -47,10 +45,10 @@ class TwoGroups(Law):
         if self.column == "loss":
             other, by_other, by_factor = one + factor, by_one, np.ones_like(one)
         else:
-            moved = {"d": x.d - factor} if self.column == "D" else {"n": x.n - factor}
-            other, by_other = self.inner.log_loss(theta[:, :-1], replace(x, **moved))
             # The gradients by B and A, times β and α, are those by −log D and −log N.
             p = 3 if self.column == "D" else 1
+            moved = replace(x, d=x.d - factor) if p == 3 else replace(x, n=x.n - factor)
+            other, by_other = self.inner.log_loss(theta[:, :-1], moved)
             by_factor = theta[:, p + 1 : p + 2] * by_other[p]
         second = np.abs(other - self.measured) < np.abs(one - self.measured)
         gradient = [np.where(second, by_other, by_one), np.where(second, by_factor, 0)[None]]
@@ -94,8 +92,8 @@ def group_warnings(even: Fit) -> list[str]:
 def split(even: Fit, column: str) -> Split | None:
     """Return the two groups with the most evidence; None if there is no factor like a unit."""
     law = TwoGroups(even.law, column, np.log(even.points.loss))
-    likely = screened(even.points, even.law, even.inputs, KEPT_STARTS)
-    thetas = np.concatenate([even.theta[None], likely])
+    thetas = screened(even.points, even.law, even.inputs, KEPT_STARTS)
+    thetas = np.concatenate([even.theta[None], thetas])
     sides = np.log([factor**sign for factor in STARTS[column] for sign in (1, -1)])
     starts = np.column_stack([np.repeat(thetas, len(sides), 0), np.tile(sides, len(thetas))])
     thetas, value = descend(even.points, law, even.inputs, starts, tolerance=1e-6)
@@ -113,7 +111,7 @@ def _judged(even: Fit, law: TwoGroups, theta: Array, rows: npt.NDArray[np.bool_]
         rows, factor = ~rows, -factor
     k = int(rows.sum())
     unit = law.column == "loss" or np.log(FACTORS[0]) <= abs(factor) <= np.log(FACTORS[1])
-    if not unit or k < max(FEWEST, SMALLEST_SHARE * n):
+    if not unit or k < max(FEWEST, n / 10):
         return None
     spare = n - len(even.theta)
     residuals = law.log_loss(theta[None], even.inputs)[0][0] - law.measured
@@ -133,14 +131,14 @@ def _onto_grid(own: Array, other: Array, rows: npt.NDArray[np.bool_], factor: fl
 
     Ladders are grids. Rows in another unit are off the grid, but rows with an unusual loss are not.
     """
+
+    def distinct(values: Array) -> int:
+        return 1 + int((np.diff(np.sort(values)) > GRID).sum())
+
     shared = [own, own + other, own - other]
     gaps = np.concatenate([np.subtract.outer(v[rows], v[~rows]).ravel() for v in shared])
     gaps = np.unique(np.round(gaps[np.abs(gaps - factor) < GRID_SEARCH], 3))
-    after = min((_distinct(v - gap * rows) for gap in gaps for v in shared), default=len(rows))
-    before = min(map(_distinct, shared))
+    after = min((distinct(v - gap * rows) for gap in gaps for v in shared), default=len(rows))
+    before = min(map(distinct, shared))
     # Among random lengths, a few coincide by chance.
     return min(before - after, 0 if 2 * after > len(rows) else before)
-
-
-def _distinct(values: Array) -> int:
-    return 1 + int((np.diff(np.sort(values)) > GRID).sum())

@@ -211,12 +211,12 @@ def test_runs_too_short_for_their_size_break_no_backtest() -> None:
     )
 
 
-def changed(column: str, factor: float, *, seed: int = 0) -> tuple[Points, list[str]]:
+def changed(column: str, factor: float) -> tuple[Points, list[str]]:
     """Five sizes at seven lengths, a random third of which have one column in another unit."""
     N, ratio = (
         axis.ravel() for axis in np.meshgrid(np.geomspace(1e6, 1e9, 5), np.geomspace(5, 80, 7))
     )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     loss = true_loss(N, N * ratio) * np.exp(rng.normal(0, 0.003, 35))
     columns = {"N": N, "D": N * ratio, "loss": loss}
     wrong = np.sort(rng.choice(35, 12, replace=False))
@@ -248,9 +248,8 @@ def test_bytes_in_a_small_measured_ladder() -> None:
 @pytest.mark.parametrize("law", ["chinchilla", "gamma"])
 def test_runs_that_were_trained_otherwise_are_not_in_another_unit(factor: float, law: str) -> None:
     """A third of the runs have a higher loss, for example because their rate did not decay."""
-    for seed in range(2):
-        points, _ = changed("loss", factor, seed=seed)
-        assert not group_warnings(fit(points, LAWS[law]))
+    points, _ = changed("loss", factor)
+    assert not group_warnings(fit(points, LAWS[law]))
 
 
 @pytest.mark.parametrize("column", ["N", "D", "loss"])
