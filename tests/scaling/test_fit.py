@@ -240,7 +240,7 @@ def test_bytes_in_a_small_measured_ladder() -> None:
     D = points.D.copy()
     D[[1, 4, 7, 10, 14]] *= 3.5
     wrong = replace(points, D=D, C=6 * points.N * D)
-    assert any("with D divided by 3." in text for text in study(wrong).warnings)
+    assert any("with D divided by 3." in text for text in study(wrong, "chinchilla").warnings)
     assert not group_warnings(fit(points, LAWS["chinchilla"]))
 
 
