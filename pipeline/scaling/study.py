@@ -226,8 +226,7 @@ def study(
     notes += quality.column_warnings(points, chosen.name)
     # `even` has equal weights, as in the papers. `result` is printed and used.
     estimate = vpnls if law == "vpnls" else partial(fit, law=chosen, full_grid=full_grid, show=show)
-    even = estimate(points)
-    result = even
+    result = even = estimate(points)
     valleys = None
     scale = float("nan")
     if law != "auto" and tested:
