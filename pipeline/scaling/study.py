@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.scaling import frontier, groups, intervals, quality
+from pipeline.scaling import frontier, intervals, quality, two_groups
 from pipeline.scaling.backtest import (
     TYPICAL,
     WIDE_VALLEY,
@@ -251,7 +251,7 @@ def study(
     fitted = quality.goodness(even)
     notes += quality.fit_warnings(fitted)
     if profiled and minima is None:
-        notes += groups.group_warnings(even)
+        notes += two_groups.group_warnings(even)
     if wanted and minima is None:
         notes += quality.edge_warnings(even, [one.run for one in fitted.outliers] if fitted else [])
     found = (result, spread, test, scale, of_e, minima, valleys, draws)

@@ -7,10 +7,10 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.fitting import descend, fit, screened
-from pipeline.scaling.groups import TwoGroups, group_warnings
 from pipeline.scaling.laws import LAWS, Inputs, Law
 from pipeline.scaling.points import Points, read_csv
 from pipeline.scaling.study import study
+from pipeline.scaling.two_groups import TwoGroups, group_warnings
 from tests.scaling.made_runs import LAW, make_ladder, true_loss
 
 
