@@ -191,7 +191,7 @@ def unit_warnings(points: Points) -> list[str]:
     if len(odd):
         first = int(odd[0])
         warnings.append(
-            f"{_rows(points, odd)}: {ratio[first]:.2g} tokens per parameter (N = "
+            f"{named_rows(points, odd)}: {ratio[first]:.2g} tokens per parameter (N = "
             f"{points.N[first]:g}, D = {points.D[first]:g}): is N in parameters and D in tokens?"
         )
     few, many = LADDER_TOKENS_PER_PARAMETER
@@ -213,7 +213,7 @@ def unit_warnings(points: Points) -> list[str]:
         odd = np.flatnonzero((epochs > MOST_EPOCHS) | (epochs.min() >= ALL_REPEAT))
         if len(odd):
             warnings.append(
-                f"{_rows(points, odd)}: {epochs[odd[0]]:.2g} passes over unique = "
+                f"{named_rows(points, odd)}: {epochs[odd[0]]:.2g} passes over unique = "
                 f"{points.unique[odd[0]]:g} distinct tokens: is `unique` in tokens?"
             )
     each = flops_per_parameter_token(points)
@@ -307,7 +307,7 @@ def _gap(values: Array) -> tuple[float, float] | None:
     return (low, high) if steps[at] >= UNIT_GAP or in_thousands else None
 
 
-def _rows(points: Points, rows: npt.NDArray[np.intp]) -> str:
+def named_rows(points: Points, rows: npt.NDArray[np.intp]) -> str:
     """Name the first runs, and count the others."""
     named = ", ".join(points.run[int(i)] for i in rows[:NAMED])
     return named if len(rows) <= NAMED else f"{named} and {len(rows) - NAMED} more"
@@ -320,7 +320,7 @@ def _loss_warnings(points: Points) -> list[str]:
         above = np.flatnonzero(points.loss > ceiling)
         if len(above):
             warnings.append(
-                f"{_rows(points, above)}: loss {points.loss[above[0]]:.4g} is above "
+                f"{named_rows(points, above)}: loss {points.loss[above[0]]:.4g} is above "
                 f"ln({points.vocab}) = {ceiling:.4g}, worse than guessing: diverged, or not in "
                 f"nats per token."
             )
@@ -365,13 +365,13 @@ def _lost_to_smaller(points: Points) -> list[str]:
         other = int(np.flatnonzero(beats[:, first])[0])
         what = f"better than {every.run[other]} ({every.loss[other]:.4g}), which is larger or saw"
         return [
-            f"{_rows(every, better)}: loss {every.loss[first]:.4g} is {what} more tokens: is its "
-            f"loss, N or D wrong?"
+            f"{named_rows(every, better)}: loss {every.loss[first]:.4g} is {what} more tokens: is "
+            f"its loss, N or D wrong?"
         ]
     first = int(worse[0])
     other = int(np.flatnonzero(beats[first])[0])
     return [
-        f"{_rows(every, worse)}: loss {every.loss[first]:.4g} is worse than that of "
+        f"{named_rows(every, worse)}: loss {every.loss[first]:.4g} is worse than that of "
         f"{every.run[other]} ({every.loss[other]:.4g}), which is no larger and saw no more tokens: "
         f"it diverged, stopped early, or has a wrong N or D."
     ]

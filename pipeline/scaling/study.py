@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.scaling import frontier, intervals, quality
+from pipeline.scaling import frontier, intervals, quality, two_groups
 from pipeline.scaling.backtest import (
     TYPICAL,
     WIDE_VALLEY,
@@ -226,8 +226,7 @@ def study(
     notes += quality.column_warnings(points, chosen.name)
     # `even` has equal weights, as in the papers. `result` is printed and used.
     estimate = vpnls if law == "vpnls" else partial(fit, law=chosen, full_grid=full_grid, show=show)
-    even = estimate(points)
-    result = even
+    result = even = estimate(points)
     valleys = None
     scale = float("nan")
     if law != "auto" and tested:
@@ -251,6 +250,8 @@ def study(
     notes += intervals.interval_warnings(result, spread, of_e, notes)
     fitted = quality.goodness(even)
     notes += quality.fit_warnings(fitted)
+    if profiled and minima is None:
+        notes += two_groups.group_warnings(even)
     if wanted and minima is None:
         notes += quality.edge_warnings(even, [one.run for one in fitted.outliers] if fitted else [])
     found = (result, spread, test, scale, of_e, minima, valleys, draws)

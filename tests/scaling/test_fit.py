@@ -10,6 +10,7 @@ from pipeline.scaling.fitting import descend, fit, screened
 from pipeline.scaling.laws import LAWS, Inputs, Law
 from pipeline.scaling.points import Points, read_csv
 from pipeline.scaling.study import study
+from pipeline.scaling.two_groups import TwoGroups, group_warnings
 from tests.scaling.made_runs import LAW, make_ladder, true_loss
 
 
@@ -208,3 +209,58 @@ def test_runs_too_short_for_their_size_break_no_backtest() -> None:
         "steeper than any known law" in w and "would show it" in w
         for w in study(made, "chinchilla").warnings
     )
+
+
+def changed(column: str, factor: float) -> tuple[Points, list[str]]:
+    """Five sizes at seven lengths, a random third of which have one column in another unit."""
+    N, ratio = (
+        axis.ravel() for axis in np.meshgrid(np.geomspace(1e6, 1e9, 5), np.geomspace(5, 80, 7))
+    )
+    rng = np.random.default_rng(0)
+    loss = true_loss(N, N * ratio) * np.exp(rng.normal(0, 0.003, 35))
+    columns = {"N": N, "D": N * ratio, "loss": loss}
+    wrong = np.sort(rng.choice(35, 12, replace=False))
+    columns[column][wrong] *= factor
+    N, D, loss = columns.values()
+    names = tuple(f"r{i}" for i in range(35))
+    return Points(N, D, 6 * N * D, loss, names, "C = 6·N·D"), [names[i] for i in wrong]
+
+
+@pytest.mark.parametrize(("column", "factor"), [("D", 3.5), ("D", 4.0), ("D", 1 / 3.5), ("N", 2.0)])
+def test_rows_in_another_unit_are_named(column: str, factor: float) -> None:
+    points, wrong = changed(column, factor)
+    (warning,) = group_warnings(fit(points, LAWS["chinchilla"]))
+    assert warning.startswith(f"{', '.join(wrong[:3])} and 9 more: with {column} divided by ")
+    found = float(warning.split("divided by ")[1].split(",")[0])
+    assert found == pytest.approx(factor, rel=0.1)
+
+
+def test_bytes_in_a_small_measured_ladder() -> None:
+    points = read_csv(Path(__file__).parent / "h200.csv")
+    D = points.D.copy()
+    D[[1, 4, 7, 10, 14]] *= 3.5
+    wrong = replace(points, D=D, C=6 * points.N * D)
+    assert any("with D divided by 3." in text for text in study(wrong, "chinchilla").warnings)
+    assert not group_warnings(fit(points, LAWS["chinchilla"]))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.02, 1.05])
+@pytest.mark.parametrize("law", ["chinchilla", "gamma"])
+def test_runs_that_were_trained_otherwise_are_not_in_another_unit(factor: float, law: str) -> None:
+    """A third of the runs have a higher loss, for example because their rate did not decay."""
+    points, _ = changed("loss", factor)
+    assert not group_warnings(fit(points, LAWS[law]))
+
+
+@pytest.mark.parametrize("column", ["N", "D", "loss"])
+@pytest.mark.parametrize("law", ["chinchilla", "gamma"])
+def test_gradients_of_two_groups_match_differences(column: str, law: str) -> None:
+    points = grid(0.01, 4)
+    x = Inputs.of(points)
+    inner = LAWS[law]
+    both = TwoGroups(inner, column, np.log(points.loss))
+    theta = np.column_stack([screened(points, inner, x, 2), [0.7, -1.0]])
+    gradient = both.log_loss(theta, x)[1]
+    for p, step in enumerate(1e-7 * np.eye(theta.shape[1])):
+        slope = (both.log_loss(theta + step, x)[0] - both.log_loss(theta - step, x)[0]) / 2e-7
+        np.testing.assert_allclose(gradient[p], slope, atol=1e-6)

@@ -1,0 +1,144 @@
+"""Find rows whose D or N is in another unit, such as bytes: they form a second group of runs.
+
+The law is fitted with one more parameter, a factor by which D or N of some rows is too large. Noise
+can be split into two groups, too, so the improvement must pay for the choice of the rows.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from pipeline.scaling.fitting import Fit, descend, screened
+from pipeline.scaling.laws import Chinchilla, Gamma, Inputs, Law
+from pipeline.scaling.points import Array
+from pipeline.scaling.quality import named_rows
+
+FACTORS = (1.8, 2e4)  # tokens have about 4 bytes, and thousands are 1000
+# Factors of the starts. That on the loss describes runs that were trained otherwise.
+STARTS = {"D": (2.5, 5.0, 30.0, 1000.0), "N": (2.5, 5.0, 30.0, 1000.0), "loss": (1.01, 1.04, 1.1)}
+KEPT_STARTS = 6
+TRIED = 8  # optima that are compared
+FEWEST = 3  # rows in the smaller group, which is also a tenth of all; fewer are outliers
+MOST_ROWS = 150  # a table of twice as many is thinned
+SURE = 5.0  # nats of evidence; clean made ladders had less than 1 (docs/LOG.md)
+CLEARER = 2.0  # nats more than for a factor on the loss
+MOST_LEFT = 1 / 3  # of the scatter; public sets of unlike runs keep 0.38 or more
+SMALLEST_SCATTER = 1e-4  # relative, of losses with four decimals
+GRID = 0.01  # relative; rows of one length or size agree to this
+GRID_NATS = 5.0  # evidence of a row that the factor puts on the grid of the others
+GRID_SEARCH = 0.2  # the fitted log factor is this inexact
+
+
+class TwoGroups(Law):
+    """A law whose last parameter is the log of a factor on a column of the rows that prefer it."""
+
+    def __init__(self, inner: Law, column: str, log_loss: Array) -> None:
+        self.inner = inner
+        self.column = column
+        self.measured = log_loss
+
+    def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
+        factor = theta[:, -1:]
+        one, by_one = self.inner.log_loss(theta[:, :-1], x)
+        if self.column == "loss":
+            other, by_other, by_factor = one + factor, by_one, np.ones_like(one)
+        else:
+            # The gradients by B and A, times β and α, are those by −log D and −log N.
+            p = 3 if self.column == "D" else 1
+            moved = replace(x, d=x.d - factor) if p == 3 else replace(x, n=x.n - factor)
+            other, by_other = self.inner.log_loss(theta[:, :-1], moved)
+            by_factor = theta[:, p + 1 : p + 2] * by_other[p]
+        second = np.abs(other - self.measured) < np.abs(one - self.measured)
+        gradient = [np.where(second, by_other, by_one), np.where(second, by_factor, 0)[None]]
+        return np.where(second, other, one), np.concatenate(gradient)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Two groups of rows that differ by a factor on one column."""
+
+    column: str
+    rows: npt.NDArray[np.bool_]  # the smaller group
+    factor: float  # of the column in these rows
+    before: float  # mean absolute residual of one group
+    after: float  # and of two
+    nats: float  # of evidence for two groups
+
+
+def group_warnings(even: Fit) -> list[str]:
+    """Return a warning about rows that fit the law of the others with D or N in another unit."""
+    few = even.points.take(even.points.thinned(MOST_ROWS))
+    even = replace(even, points=few, inputs=Inputs.of(few, even.inputs.center))
+    if len(few) < len(even.theta) + FEWEST or type(even.law) not in (Chinchilla, Gamma):
+        return []
+    tried = [split(even, "D"), split(even, "N")]
+    found = max(filter(None, tried), key=lambda one: one.nats, default=None)
+    if found is None or found.nats < SURE or found.after > MOST_LEFT * found.before:
+        return []
+    otherwise = split(even, "loss")
+    if otherwise is not None and found.nats < otherwise.nats + CLEARER:
+        return []
+    what = "bytes, repeats" if found.column == "D" else "embeddings, experts"
+    return [
+        f"{named_rows(few, np.flatnonzero(found.rows))}: with {found.column} divided by "
+        f"{found.factor:.3g}, the {len(few)} runs scatter {found.after:.2%} instead of "
+        f"{found.before:.2%} around a law: check whether {found.column} of these or of the other "
+        f"rows counts {what} or thousands."
+    ]
+
+
+def split(even: Fit, column: str) -> Split | None:
+    """Return the two groups with the most evidence; None if there is no factor like a unit."""
+    law = TwoGroups(even.law, column, np.log(even.points.loss))
+    thetas = screened(even.points, even.law, even.inputs, KEPT_STARTS)
+    thetas = np.concatenate([even.theta[None], thetas])
+    sides = np.log([factor**sign for factor in STARTS[column] for sign in (1, -1)])
+    starts = np.column_stack([np.repeat(thetas, len(sides), 0), np.tile(sides, len(thetas))])
+    thetas, value = descend(even.points, law, even.inputs, starts, tolerance=1e-6)
+    thetas = thetas[np.argsort(value)]
+    second = law.log_loss(thetas, even.inputs)[1][-1] != 0  # (starts, rows)
+    _, first = np.unique(second, axis=0, return_index=True)
+    tried = [_judged(even, law, thetas[i], second[i]) for i in np.sort(first)[:TRIED]]
+    return max(filter(None, tried), key=lambda one: one.nats, default=None)
+
+
+def _judged(even: Fit, law: TwoGroups, theta: Array, rows: npt.NDArray[np.bool_]) -> Split | None:
+    """The log likelihood that two groups gain, less the cost of choosing their rows."""
+    n, factor = len(rows), float(theta[-1])
+    if 2 * rows.sum() > n:
+        rows, factor = ~rows, -factor
+    k = int(rows.sum())
+    unit = law.column == "loss" or np.log(FACTORS[0]) <= abs(factor) <= np.log(FACTORS[1])
+    if not unit or k < max(FEWEST, n / 10):
+        return None
+    spare = n - len(even.theta)
+    residuals = law.log_loss(theta[None], even.inputs)[0][0] - law.measured
+    before = max(float(np.abs(even.residuals).sum()) / spare, SMALLEST_SCATTER)
+    after = max(float(np.abs(residuals).sum()) / (spare - 1), SMALLEST_SCATTER)
+    nats = spare * np.log(before) - (spare - 1) * np.log(after)
+    nats += special.gammaln(k + 1) + special.gammaln(n - k + 1) - special.gammaln(n + 1)
+    if law.column != "loss":
+        logs = (even.inputs.d, even.inputs.n)
+        more = min(_onto_grid(*(logs if law.column == "D" else logs[::-1]), rows, factor), 5)
+        nats += GRID_NATS * more if more != 1 else 0  # one may be a coincidence
+    return Split(law.column, rows, float(np.exp(factor)), before, after, float(nats))
+
+
+def _onto_grid(own: Array, other: Array, rows: npt.NDArray[np.bool_], factor: float) -> int:
+    """How many rows more have the D, N, D/N or N·D of other rows if the factor is corrected.
+
+    Ladders are grids. Rows in another unit are off the grid, but rows with an unusual loss are not.
+    """
+
+    def distinct(values: Array) -> int:
+        return 1 + int((np.diff(np.sort(values)) > GRID).sum())
+
+    shared = [own, own + other, own - other]
+    gaps = np.concatenate([np.subtract.outer(v[rows], v[~rows]).ravel() for v in shared])
+    gaps = np.unique(np.round(gaps[np.abs(gaps - factor) < GRID_SEARCH], 3))
+    after = min((distinct(v - gap * rows) for gap in gaps for v in shared), default=len(rows))
+    before = min(map(distinct, shared))
+    # Among random lengths, a few coincide by chance.
+    return min(before - after, 0 if 2 * after > len(rows) else before)
