@@ -1,4 +1,4 @@
-"""Write a config as TOML or as dotted keys, compare two configs, and change single settings."""
+"""Write a config as TOML or as dotted keys, compare two configs, change and check settings."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -65,3 +65,21 @@ def flags(change: Change, *, short: bool = True) -> str:
         text = str(value).lower()
         words.append(f"--set {key}={text}" if "." in key else f"--{key} {text}")
     return " ".join(words)
+
+
+def idle(spec: RunSpec, settings: Mapping[str, Any]) -> str:
+    """Return why one of these settings changes nothing, or an empty text."""
+    model = spec.model
+    needs = {
+        "model.segments": ('model.stack="encoder"', model.stack == "encoder"),
+        "model.mtp_weight": ("model.mtp", model.mtp),
+        "model.replaced_weight": ("model.generator", model.generator),
+        "model.mup_base": ('model.parametrization="mup"', model.mup),
+        "model.position.window_theta": ("model.attention.window", model.attention.window),
+        "eval.questions": ("eval.tasks", spec.eval.tasks),
+    }
+    for key, value in dotted(settings):
+        for start, (other, there) in needs.items():
+            if value and not there and f"{key}.".startswith(f"{start}."):
+                return f"{key}={value} has no effect without {other}"
+    return ""

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.atomic import read_regular
 from pipeline.config.distill import teacher_kind_refusal
-from pipeline.config.dump import dotted
+from pipeline.config.dump import dotted, idle
 from pipeline.config.objective import Objective, padded_vocab
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
@@ -79,26 +79,8 @@ def load(
 def refuse_idle(spec: RunSpec, sets: Iterable[str]) -> None:
     """Refuse a `--set` that changes nothing because another setting is missing."""
     for text in sets:
-        if problem := idle(spec, text):
+        if problem := idle(spec, parse_set(text)):
             raise ConfigError(f"{problem}; remove it")
-
-
-def idle(spec: RunSpec, text: str) -> str:
-    """Return why a `--set` changes nothing, or an empty text."""
-    model = spec.model
-    needs = {
-        "model.segments": ('model.stack="encoder"', model.stack == "encoder"),
-        "model.mtp_weight": ("model.mtp", model.mtp),
-        "model.replaced_weight": ("model.generator", model.generator),
-        "model.mup_base": ('model.parametrization="mup"', model.mup),
-        "model.position.window_theta": ("model.attention.window", model.attention.window),
-        "eval.questions": ("eval.tasks", spec.eval.tasks),
-    }
-    for key, value in dotted(parse_set(text)):
-        for start, (other, there) in needs.items():
-            if value and not there and f"{key}.".startswith(f"{start}."):
-                return f"{key}={value} has no effect without {other}"
-    return ""
 
 
 class _Predicted(Frozen):

@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.dump import differences
-from pipeline.config.layers import RECIPE, as_sets, idle, load, refuse_idle, reload
+from pipeline.config.dump import differences, idle
+from pipeline.config.layers import RECIPE, as_sets, load, parse_set, refuse_idle, reload
 from pipeline.config.schema import RunConfig
 from pipeline.data.shards import Manifest
 from pipeline.errors import ConfigError, DataError
@@ -139,7 +139,7 @@ def recipe_of(
     loaded = load(size=size, arch=arch or ladder.arch, data=layer, sets=[*given, *sets], over=over)
     refuse_idle(loaded, sets)
     # A ladder of an older release may have idle settings, which `launch pretrain` would refuse.
-    given = [text for text in given if not idle(loaded, text)]
+    given = [text for text in given if not idle(loaded, parse_set(text))]
     # For a GPU, even if the ladder ran on CPUs, because a forecast is for a larger run.
     config = resolve(loaded, ranks=1, gpu=True)
     train = config.train
