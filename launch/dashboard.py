@@ -77,7 +77,7 @@ def write(watcher: "Watcher", target: Path, as_json: bool) -> None:
         typer.echo(note, err=True)
     count = len(watcher.snapshot.runs)
     if not count:
-        raise RunError(f"{watcher.source.title} has no run; check --runs and --experiment")
+        raise RunError(f"{watcher.source.title} contains no run; check --runs and --experiment")
     page = static_page(watcher.everything())
     try:
         if target.is_file() and not _is_page(target):
@@ -98,7 +98,7 @@ def write(watcher: "Watcher", target: Path, as_json: bool) -> None:
 def _is_page(path: Path) -> bool:
     begin = b"<!doctype html>"
     with path.open("rb") as file:
-        return file.read(len(begin)).lower() == begin
+        return file.read(len(begin)).lower() in (begin, b"")  # `mktemp` makes an empty file
 
 
 def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:

@@ -37,7 +37,7 @@ _OUT = "Run directory (default: RUN-FILE in runs/finetune)."
 Out = Annotated[Path | None, options.output_option(text=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]
-_RATE = "Peak learning rate (default: a quarter of pretraining's; with --lora, 2.5 times)."
+_RATE = "Peak learning rate (default: a quarter of pretraining's; with --lora, 2.5 times it)."
 Rate = Annotated[float | None, Option("--lr", help=_RATE)]
 _SEQ = "Tokens of a row; longer texts are cut (default: the longest text, up to the model's)."
 Seq = Annotated[int | None, Option(help=_SEQ, min=2)]

@@ -229,7 +229,7 @@ def _refuse_mixed(
 ) -> None:
     """Refuse options of `generate` that do not go together."""
     if not prompts:
-        raise ConfigError("there is no prompt; give --prompt TEXT, --source TEXT or --file FILE")
+        raise ConfigError("no prompt; give --prompt, --source or a --file with at least one line")
     if one_stream and (len(prompts) > 1 or beam or as_json):
         raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
     if beam and samples:

@@ -23,7 +23,7 @@ SHIPPED = "Sweep file, or a shipped sweep: cpu, gpu, ladder, isoflop or syntheti
 File = Annotated[str, Argument(help=SHIPPED)]
 PlanFile = Annotated[str | None, Argument(help=f"{SHIPPED} (default with --target-size: ladder)")]
 Budget = Annotated[float | None, Option(help="FLOPs for all runs, instead of the file's budgets.")]
-Hours = Annotated[float | None, Option(help="The same in hours on the sweep's GPUs.")]
+Hours = Annotated[float | None, Option(help="GPU time for all runs in hours, instead of --budget.")]
 _EARLIER = "CSV of earlier runs, whose law gives the best size for each budget."
 Earlier = Annotated[Path | None, Option("--points", help=_EARLIER)]
 _DATA = "Prepared data, instead of the sweep's `data`; it sets the vocabulary."

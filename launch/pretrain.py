@@ -55,7 +55,7 @@ DtypeName = Annotated[str | None, Option("--dtype", help=_DTYPE)]
 _BATCH = "Use the largest micro-batch that fits, found by trial."
 AutoBatch = Annotated[bool, Option("--auto-batch", help=_BATCH)]
 Init = Annotated[Path | None, Option(help="Run or import whose weights to start from.")]
-Resume = Annotated[bool, Option("--resume", help="Continue the run in --out exactly.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the run in --out, bit for bit.")]
 Branch = Annotated[Path | None, Option(help="Longer run to branch off before its WSD decay.")]
 _EXPERIMENT = "Name of the experiment, also in MLflow (default: isoflop; fine-tuning: finetune)."
 Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]

@@ -272,9 +272,13 @@ def _advice(figures: dict[str, Any]) -> str:
     if row is None:
         nearest = dict(figures.get("nearest") or {})
         if not nearest:
-            return "no layout fits, and no smaller --size either; use a cluster with more memory"
-        more = f"--gpus {nearest.pop('nproc')}, and " if "nproc" in nearest else ""
-        return f"none of these fits; use {more}[bold]{flags(nearest)}[/bold] with `launch pretrain`"
+            return (
+                "no layout or smaller --size of this architecture fits; use GPUs with more memory"
+            )
+        where = f"on {nearest.pop('nproc')} GPUs, " if "nproc" in nearest else ""
+        return (
+            f"none of these fits; {where}`launch pretrain` fits with [bold]{flags(nearest)}[/bold]"
+        )
     # The usual error of such predictions, measured on published runs.
     low = _digits(row["step_s"] * (1 - row["error"]))
     high = _digits(row["step_s"] * (1 + row["error"]))

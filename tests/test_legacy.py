@@ -72,8 +72,11 @@ def test_a_legacy_checkpoint_evaluates(legacy, inside, run):
 
 
 def test_an_old_name_of_a_setting_is_read():
-    spec = load(size="tiny", arch="moe", sets=["model.ffn.normalise=false"])
-    assert spec.model.ffn.normalize is False
+    old, new = (f"model.ffn.{name}=false" for name in ("normalise", "normalize"))
+    assert load(size="tiny", arch="moe", sets=[old]).model.ffn.normalize is False
+    for last in (old, new):  # the last one counts, under either name
+        sets = [old.replace("false", "true"), new.replace("false", "true"), last]
+        assert load(size="tiny", arch="moe", sets=sets).model.ffn.normalize is False
 
 
 def test_a_legacy_corpus_opens(legacy):

@@ -21,7 +21,7 @@ from pipeline.atomic import read_regular
 from pipeline.config.distill import teacher_kind_refusal
 from pipeline.config.dump import dotted, idle
 from pipeline.config.objective import Objective, padded_vocab
-from pipeline.config.parts import Frozen
+from pipeline.config.parts import Frozen, rename_old
 from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
 from pipeline.config.shape import Arch, Size, cross
 from pipeline.errors import ConfigError
@@ -252,14 +252,14 @@ _parsed = lru_cache(maxsize=64)(tomllib.loads)
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return deepcopy(_parsed(read_regular(path).decode()))
+        return rename_old(deepcopy(_parsed(read_regular(path).decode())))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist; check the path") from None
     except RecursionError:
         raise ConfigError(f"config file {path} cannot be read: it is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"config file {path} cannot be read: {reason}; fix the file") from None
+        raise ConfigError(f"config file {path} cannot be read: {reason}; check the file") from None
 
 
 def merge(low: Table, high: Table) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def parse_set(text: str) -> dict[str, Any]:
         parsed = value
     except RecursionError:
         raise ConfigError(f"--set {key}=...: the value is nested too deeply") from None
-    return nested(key, parsed)
+    return rename_old(nested(key, parsed))
 
 
 def as_sets(settings: Table) -> list[str]:

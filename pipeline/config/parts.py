@@ -42,6 +42,15 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def rename_old(table: dict[str, Any]) -> dict[str, Any]:
+    """Give the settings of an older release, in a new table of a user or a run, their new names."""
+    model = table.get("model")
+    ffn = model.get("ffn") if isinstance(model, dict) else None
+    if isinstance(ffn, dict) and "normalise" in ffn:
+        ffn["normalize"] = ffn.pop("normalise")
+    return table
+
+
 class Norm(Frozen):
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     eps: Rate = 1e-6
@@ -300,16 +309,6 @@ class MoEKind(FeedForward):
     bias_step: Weight = 0.0  # balancing without an auxiliary loss (arXiv 2408.15664)
     dense_layers: Count = 0  # the first n layers are dense
     every: Positive = 1  # of the other layers, every n-th is routed
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_name(cls, table: Any) -> Any:
-        # Runs and sweeps of older releases write `normalise`. Only they and users give it, so it
-        # overrides the value of an architecture file.
-        if isinstance(table, dict) and "normalise" in table:
-            kept = {key: value for key, value in table.items() if key != "normalise"}
-            return kept | {"normalize": table["normalise"]}
-        return table
 
     @model_validator(mode="after")
     def _check(self) -> Self:

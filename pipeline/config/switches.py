@@ -128,4 +128,5 @@ class Design(Frozen):
             require(self.mup is None, f"{text} without muP; remove it")
         by_layer = [self.value_embeddings, self.nope_every, not self.first_norm]
         text = "share_layers conflicts with value_embeddings, nope_every and first_norm=false"
-        require(not (self.share_layers and any(by_layer)), f"{text}, which differ by layer")
+        problem = f"{text}, which differ by layer; remove one of them"
+        require(not (self.share_layers and any(by_layer)), problem)

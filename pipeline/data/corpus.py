@@ -104,8 +104,8 @@ class Corpus:
             lengths = self.lengths(shard)
             if (lengths[:-1] != length).any() or lengths[-1] != 1:
                 raise DataError(
-                    f"{self.path}: not made of examples in rows of {length} tokens; make them with "
-                    f"`launch finetune`, whose --seq is the length of a row{otherwise}"
+                    f"{self.path}: does not contain examples in rows of {length} tokens; make them "
+                    f"with `launch finetune`, whose --seq is the length of a row{otherwise}"
                 )
 
     def check_same(self, data: Data) -> None:
@@ -113,7 +113,8 @@ class Corpus:
         if data.hash != self.manifest.hash:
             raise RunError(
                 f"data.dir={data.dir} contains other data ({self.manifest.hash}) than the run "
-                f"started with ({data.hash}); restore it, or give another --out for a new run"
+                f"started with ({data.hash}); restore the old data, or give another --out for a "
+                f"new run"
             )
 
     def too_small(self, split: str, seq: int) -> DataError:

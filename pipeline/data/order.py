@@ -127,7 +127,7 @@ def check_mixture(mixture: "Mixture | None", names: Sequence[str]) -> None:
         return
     unmatched = set(mixture.weights) ^ set(names)
     if unmatched:
-        text = f"mixture.weights: {', '.join(sorted(unmatched))} is not in both weights and sources"
+        text = f"mixture.weights: {', '.join(sorted(unmatched))} must be in weights and in sources"
         raise ConfigError(f"{text}; give one weight per source")
     if mixture.most_epochs is not None and mixture.tokens is None:
         raise ConfigError(f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens")

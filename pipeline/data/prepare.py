@@ -74,7 +74,6 @@ def prepare(
     if model is None:
         check_vocab_size(recipe.vocab_size, recipe.train.controls)
     check_mixture(recipe.mixture, recipe.sources)
-    check_workers(workers)
     limit_bytes = recipe.limit_bytes
     tasks = plan(recipe.sources, limit_bytes=limit_bytes, seed=recipe.seed, out=out, warn=warn)
     if not tasks:
@@ -98,6 +97,7 @@ def prepare(
         # A call that was killed just after it wrote the manifest leaves .work.
         shutil.rmtree(out / WORK, ignore_errors=True)
         return manifest, True
+    check_workers(workers)
     with claimed(out, fingerprint, warn) as work:
         job = Job(recipe, tasks, work, workers, malformed_share, report)
         # Ray prints that it has lost a worker or a node; stdout is for the result of the command.

@@ -97,7 +97,7 @@ def layer_types(model: Model) -> list[str]:
 def _check_regular(key: str, what: str, layers: list[int], regular: range) -> None:
     if layers != list(regular):
         text = f"{key} in config.json: the {what} layers {layers} are not evenly spaced"
-        raise ConfigError(f"{text}, which is not supported")
+        raise ConfigError(f"{text}; import a model whose layers are")
 
 
 def _write_windows(model: Model) -> Table:
@@ -212,7 +212,7 @@ def _read_sides(theirs: Mapping[str, Any]) -> Table:
         sides = theirs[f"encoder_{key}"], theirs[f"decoder_{key}"]
         if sides[0] != sides[1]:
             text = f"encoder_{key}={sides[0]} and decoder_{key}={sides[1]} in config.json"
-            raise ConfigError(f"{text} must be equal")
+            raise ConfigError(f"{text} must be equal; import another model")
     longest = theirs["max_position_embeddings"]
     return {"seq": longest, "source_seq": longest}
 

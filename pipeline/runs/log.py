@@ -81,7 +81,7 @@ class Log:
             ) from error
         self._end_bytes += len(line)
         if is_event and not os.fstat(self._file).st_nlink:
-            raise RunError(f"log={self.path} was deleted; restore it, or start a new run")
+            raise RunError(f"log={self.path} was deleted; restore a copy, or start a new run")
 
     def truncate_after(self, step: int) -> int:
         """Drop the records past a checkpoint's step, all or none; return how many there were."""

@@ -341,7 +341,7 @@ def _warnings(task: str, used: Method, points: Points, *, fitted: bool) -> list[
         )
     chance = used.curve.values()["chance"]
     if fitted:
-        found.append(f"Chance was fitted ({chance:.1%}); give it by --chance (four choices: 0.25).")
+        found.append(f"Chance was fitted ({chance:.1%}); give it, as --chance 0.25.")
     best = float(used.accuracy.max())
     if best < chance + ABOVE_CHANCE * used.sigma:
         found.append(

@@ -253,7 +253,7 @@ def _value_warnings(fit: Fit, of_e: Profile | None, *, named: bool) -> list[str]
         tokens = count(4 * most["D"])
         unknown += f" Larger runs would determine it, such as N = {size} on {tokens} tokens."
     if "E" in values and values["E"] < 1e-2 * fit.points.loss.min():
-        found.append(f"E is zero in this fit: {unknown}")
+        found.append(f"E is nearly zero in this fit: {unknown}")
     elif "E" in values and of_e is not None and of_e.low == 0:
         found.append(f"E = {values['E']:.3g}, but zero fits as well: {unknown}")
     for name in (key for key in values if key in EXPONENT_OF):

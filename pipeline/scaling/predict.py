@@ -154,7 +154,7 @@ def cautions(
     far = max(f.extrapolation for f in made)
     if far > PROVEN_REACH:
         found.append(
-            f"{far:.3g}× beyond the compute of the largest run: laws have held over 300× at most, "
+            f"{far:.3g}× the compute of the largest run: laws have held over 300× at most, "
             f"for a ladder that was designed for it."
         )
     if study.name in NO_FLOOR and far > 1:

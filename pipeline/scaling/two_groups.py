@@ -20,7 +20,7 @@ FACTORS = (1.8, 2e4)  # tokens have about 4 bytes, and thousands are 1000
 STARTS = {"D": (2.5, 5.0, 30.0, 1000.0), "N": (2.5, 5.0, 30.0, 1000.0), "loss": (1.01, 1.04, 1.1)}
 KEPT_STARTS = 6
 TRIED = 8  # optima that are compared
-FEWEST = 3  # rows in the smaller group, which is also a tenth of all; fewer are outliers
+FEWEST = 3  # rows in the smaller group, and at least a tenth of all rows; fewer are outliers
 MOST_ROWS = 150  # a table of twice as many is thinned
 SURE = 5.0  # nats of evidence; clean made ladders had less than 1 (docs/LOG.md)
 CLEARER = 2.0  # nats more than for a factor on the loss
@@ -32,7 +32,8 @@ GRID_SEARCH = 0.2  # the fitted log factor is this inexact
 
 
 class TwoGroups(Law):
-    """A law whose last parameter is the log of a factor on a column of the rows that prefer it."""
+    """A law with one more parameter: the log of a factor on a column, for the rows that it
+    describes better with this factor than without."""
 
     def __init__(self, inner: Law, column: str, log_loss: Array) -> None:
         self.inner = inner
@@ -42,14 +43,18 @@ class TwoGroups(Law):
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         factor = theta[:, -1:]
         one, by_one = self.inner.log_loss(theta[:, :-1], x)
-        if self.column == "loss":
-            other, by_other, by_factor = one + factor, by_one, np.ones_like(one)
-        else:
-            # The gradients by B and A, times β and α, are those by −log D and −log N.
-            p = 3 if self.column == "D" else 1
-            moved = replace(x, d=x.d - factor) if p == 3 else replace(x, n=x.n - factor)
-            other, by_other = self.inner.log_loss(theta[:, :-1], moved)
-            by_factor = theta[:, p + 1 : p + 2] * by_other[p]
+        # The gradients by A and B, times α and β, are those by −log N and −log D.
+        match self.column:
+            case "N":
+                moved = replace(x, n=x.n - factor)
+                other, by_other = self.inner.log_loss(theta[:, :-1], moved)
+                by_factor = theta[:, 2:3] * by_other[1]
+            case "D":
+                moved = replace(x, d=x.d - factor)
+                other, by_other = self.inner.log_loss(theta[:, :-1], moved)
+                by_factor = theta[:, 4:5] * by_other[3]
+            case _:
+                other, by_other, by_factor = one + factor, by_one, np.ones_like(one)
         second = np.abs(other - self.measured) < np.abs(one - self.measured)
         gradient = [np.where(second, by_other, by_one), np.where(second, by_factor, 0)[None]]
         return np.where(second, other, one), np.concatenate(gradient)
@@ -81,11 +86,14 @@ def group_warnings(even: Fit) -> list[str]:
     if otherwise is not None and found.nats < otherwise.nats + CLEARER:
         return []
     what = "bytes, repeats" if found.column == "D" else "embeddings, experts"
+    by = f"divided by {found.factor:.3g}"
+    if found.factor < 1:
+        by = f"multiplied by {1 / found.factor:.3g}"
     return [
-        f"{named_rows(few, np.flatnonzero(found.rows))}: with {found.column} divided by "
-        f"{found.factor:.3g}, the {len(few)} runs scatter {found.after:.2%} instead of "
-        f"{found.before:.2%} around a law: check whether {found.column} of these or of the other "
-        f"rows counts {what} or thousands."
+        f"{named_rows(few, np.flatnonzero(found.rows))}: with {found.column} {by}, the {len(few)} "
+        f"runs scatter {found.after:.2%} instead of {found.before:.2%} around a law: check whether "
+        f"{found.column} of these or of the other rows counts {what} or thousands, and whether all "
+        f"runs had the same data."
     ]
 
 
@@ -130,6 +138,8 @@ def _onto_grid(own: Array, other: Array, rows: npt.NDArray[np.bool_], factor: fl
     """How many rows more have the D, N, D/N or N·D of other rows if the factor is corrected.
 
     Ladders are grids. Rows in another unit are off the grid, but rows with an unusual loss are not.
+    The result is negative if a correction takes rows off the grid, and most negative if none of
+    them reaches a row of the other group.
     """
 
     def distinct(values: Array) -> int:
@@ -140,5 +150,6 @@ def _onto_grid(own: Array, other: Array, rows: npt.NDArray[np.bool_], factor: fl
     gaps = np.unique(np.round(gaps[np.abs(gaps - factor) < GRID_SEARCH], 3))
     after = min((distinct(v - gap * rows) for gap in gaps for v in shared), default=len(rows))
     before = min(map(distinct, shared))
-    # Among random lengths, a few coincide by chance.
-    return min(before - after, 0 if 2 * after > len(rows) else before)
+    # Runs of random lengths are no grid, and a few of them coincide by chance.
+    is_grid = 2 * after <= len(rows)
+    return before - after if is_grid else min(before - after, 0)

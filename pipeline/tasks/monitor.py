@@ -39,7 +39,9 @@ class Monitor:
             return
         tokenizer = corpus.tokenizer
         longest = config.model.longest
-        most_tokens = likelihood.pass_tokens(config.model.vocab, world.device)
+        # The activations of a wide model need more memory than the logits of a small vocabulary.
+        widest = max(config.model.vocab, 8 * config.model.width)
+        most_tokens = likelihood.pass_tokens(widest, world.device)
         for task in read_tasks(config.eval.tasks):
             pairs = likelihood.pairs_of(task, tokenizer)
             chosen = task.sample(config.eval.questions or affordable(config, task, pairs))

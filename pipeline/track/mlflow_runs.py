@@ -274,7 +274,7 @@ def record_of(run: Any) -> Record | None:
             finite = False
         if not finite:
             raise RunError(
-                f"run_id={run.info.run_id}: run.{key}={text!r} is not finite; delete the run"
+                f"run_id={run.info.run_id}: run.{key}={text!r} is no finite number; delete the run"
             )
     record["name"] = run.info.run_name
     record["steps"] = int(record.get("steps", 0))

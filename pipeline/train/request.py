@@ -170,8 +170,8 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
     check_disk(config, run.path, request.nproc)
     if run.exists and not fresh:
         return PlannedRun(run, config, None, note=note)
-    if not request.init and not request.branch:
-        note = "\n".join(filter(None, (note, _fp8_warning(config))))
+    fp8 = "" if request.init or request.branch else _fp8_warning(config)
+    note = "\n".join(filter(None, (note, fp8, _late_warning(config))))
     train = corpus.manifest.splits["train"]
     about = facts(
         config,
@@ -212,6 +212,12 @@ def _fp8_warning(config: RunConfig) -> str:
         "train.fp8=true without model.scaled_embedding=true: the loss of a wide model may stay 2% "
         "above bf16 (docs/TRAINING.md)"
     )
+
+
+def _late_warning(config: RunConfig) -> str:
+    # It is no error, because a trunk and shorter branches may share a file of settings.
+    late = [step for step in config.train.keep_at if step > config.train.steps]
+    return f"train.keep_at={late} has no effect after the last step" if late else ""
 
 
 def _continue(request: Request, devices: Devices) -> PlannedRun:
@@ -366,12 +372,6 @@ def _fit(
         resized=resized,
         fewest=request.fewest,
     )
-    keep_at = config.train.keep_at
-    if before is None or keep_at != before.train.keep_at:  # an old run keeps its own
-        late = [step for step in keep_at if step > config.train.steps]
-        if late:
-            text = f"train.keep_at={late} is after the last step, {config.train.steps}"
-            raise ConfigError(f"{text}; remove it or lengthen the run with --steps")
     if request.fewest:  # of a job, whose nodes cannot be inspected from here
         fit_to_devices(config, request.fewest, devices.memory)
     else:

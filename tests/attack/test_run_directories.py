@@ -143,7 +143,7 @@ def test_the_dashboard_shows_the_rest_and_names_the_bad_ones(damaged: Path) -> N
 @pytest.mark.parametrize("command", ["fit --runs", "status", "logs", "sync", "evaluate --run"])
 def test_commands_end_in_one_line(command, damaged, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mlruns").mkdir()  # MLflow's own file, which records what was sent
+    (tmp_path / "mlruns").mkdir()  # MLflow's own directory
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path.parent / 'attack.db'}")
     more = {"evaluate --run": ("--data", LEGACY / "corpus", "--batches", 1), "sync": ("--wait", 1)}
     runs = sorted(path for path in damaged.iterdir() if path.name != "good")

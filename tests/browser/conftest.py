@@ -41,7 +41,7 @@ def opened(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
 
     def open_page(url: str, **options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        context.set_default_timeout(90_000)  # seconds, for a busy machine
+        context.set_default_timeout(90_000)  # milliseconds, for a busy machine
         contexts.append(context)
         page = context.new_page()
         page.on(

@@ -11,7 +11,7 @@ def picture(page_file: Path, folder: Path) -> None:
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 800})
-        page.set_default_timeout(180_000)  # seconds, for a busy machine
+        page.set_default_timeout(180_000)  # milliseconds, for a busy machine
         page.goto(page_file.resolve().as_uri())
         page.wait_for_selector("#chart .trace")
         page.screenshot(path=folder / "dashboard.png")

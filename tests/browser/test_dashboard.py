@@ -115,7 +115,7 @@ def axe(page: Any) -> list[Any]:
     return [(v["id"], [node["html"][:200] for node in v["nodes"]][:3]) for v in found]
 
 
-def told_numbers(page: Any) -> dict[str, str]:
+def forecast_numbers(page: Any) -> dict[str, str]:
     """Return the figures of the forecast's tiles by their labels."""
     return dict(page.eval_on_selector_all("#forecast-tiles .tile", PAIRS))
 
@@ -139,7 +139,7 @@ def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
         C, N, D = page.evaluate(STOP, [compute, split])
         target = ("--flops", C) if split == 16 else ("--params", N, "--tokens", D)
         made = forecast_json("--runs", runs, *target, "--cluster", "h200", "--gpus", gpus)
-        shown = told_numbers(page)
+        shown = forecast_numbers(page)
         cost = made["cost"]
         assert cost["usd"] == pytest.approx(5.99 * cost["gpu_hours"])
         hours = cost["gpu_hours"]
@@ -153,7 +153,7 @@ def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
             assert figure == pytest.approx(expected, rel=1e-2)
         assert shown["cost at $5.99 per GPU-hour"] == f"${5.99 * hours:.2f}"
     page.fill("#price", "10")
-    assert told_numbers(page)["cost at $10 per GPU-hour"] == f"${10 * hours:.2f}"
+    assert forecast_numbers(page)["cost at $10 per GPU-hour"] == f"${10 * hours:.2f}"
 
 
 def hovers(page: Any, run: str, wanted: list[str]) -> bool:
@@ -198,9 +198,9 @@ def the_law_of_each_size_is_smooth(page: Any) -> None:
 def the_keyboard_is_enough(page: Any) -> None:
     page.locator("#compute").focus()
     compute = text(page, "#compute-out")
-    loss = told_numbers(page)["held-out loss"]
+    loss = forecast_numbers(page)["held-out loss"]
     page.keyboard.press("ArrowLeft")
-    assert compute != text(page, "#compute-out") and loss != told_numbers(page)["held-out loss"]
+    assert compute != text(page, "#compute-out") and loss != forecast_numbers(page)["held-out loss"]
     chip = page.locator("#legend button").first
     chip.focus()
     page.keyboard.press("Space")

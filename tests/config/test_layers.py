@@ -132,7 +132,6 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
         ({"sets": ["data.dir=/nonexistent"]}, "data.dir=/nonexistent"),
         ({"sets": ["model.segments=2"]}, 'no effect without model.stack="encoder"'),
         ({"sets": ["model.mup_base={base_width=32}"]}, "mup_base.base_width=32 has no effect"),
-        ({"sets": ["train.steps=4", "train.keep_at=[2,5]"]}, r"keep_at=\[5\] is after the last"),
         ({"out": Path("x" * 300)}, "--out"),
         ({"sets": [f"train.steps={10**17}"]}, "--steps"),
     ],
@@ -143,6 +142,12 @@ def test_refused_before_anything_is_created(change, key, corpus, tmp_path, monke
     with pytest.raises(UserError, match=key):
         plan_run(Request(**{**asked, **change}), Devices(0, 2**36, "CPU"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_step_to_keep_after_the_last_one_is_reported(corpus, tmp_path):
+    sets = ["train.steps=4", "train.keep_at=[2,5]"]
+    request = Request("tiny", None, data=corpus, out=tmp_path / "run", nproc=1, sets=sets)
+    assert "train.keep_at=[5] has no effect" in plan_run(request, Devices(0, 2**36, "CPU")).note
 
 
 def test_an_empty_path_is_refused(inside):

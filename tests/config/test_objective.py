@@ -99,7 +99,7 @@ def test_a_law_never_mixes_objectives(tmp_path: Path) -> None:
         config = resolve(load(size="tiny", sets=sets), ranks=1, gpu=False)
         return facts(config, tokenizer="", bytes_per_token=1.0, peak_flops=None).get("objective")
 
-    assert named() is None  # records of older runs have it
+    assert named() is None  # records of older runs name no objective, either
     assert named(*ENCODER) == "masked"
     assert named(*ENCODER, "objective.rate=0.4") == "masked rate=0.4"
     for i, sets in enumerate(((), ENCODER, (*ENCODER, "objective.rate=0.4"))):

@@ -55,7 +55,7 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
         ("--data DATA --size 1bb", ["did you mean '1b'"]),
         ("--data DATA --set train.seed=1", ["train.seed is not", "did you mean 'seed'?"]),
         ("--data DATA --set optim.beta2=0.9", ["did you mean 'optim.optimizer.beta2'?"]),
-        ("--data DATA --config .", ["config file . cannot be read: not a regular file; fix"]),
+        ("--data DATA --config .", ["config file . cannot be read: not a regular file; check"]),
         ("--data DATA --zero 5", ["parallel.zero=5"]),
         ("--data DATA --arch moe --ep 4", ["parallel.ep=4", "2 ranks", "--ep 2"]),
         ("--data DATA --arch moe --set model.width=66", ["model.width=66", "of 4; try --set model.width=64"]),
@@ -280,7 +280,7 @@ def test_a_static_page_replaces_only_a_page(tmp_path, inside):
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
     static = ("dashboard", "--runs", tmp_path, "--static")
-    assert "has no run; check --runs" in inside(*static, tmp_path / "page.html", code=2)
+    assert "contains no run; check --runs" in inside(*static, tmp_path / "page.html", code=2)
     make_run(tmp_path, "a", 1e6, 1e7, steps=20)
     assert "exists and is not a page" in inside(*static, notes, code=2)
     assert notes.read_text() == "mine"

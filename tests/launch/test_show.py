@@ -39,7 +39,7 @@ def test_show_lays_out_a_routed_model_over_nodes(inside):
 
 def test_show_names_the_nearest_layout_that_fits(inside):
     """It named a smaller size only, though sequences that are shared by two GPUs fit."""
-    found = "none of these fits; use --gpus 32, and --zero 3 "
+    found = "none of these fits; on 32 GPUs, `launch pretrain` fits with --zero 3 "
     assert found in inside("show", "--size", "70b", "--gpus", 8, "--cluster", "h100")
     at = ("show", "--size", "7b", "--gpus", 16, "--cluster", "h100", "--set")
     nearest = json.loads(inside(*at, "model.seq=131072", "--json"))["nearest"]

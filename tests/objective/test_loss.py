@@ -43,7 +43,7 @@ def test_loss_and_gradients_equal_the_plain_ones(chunk, z_loss, ignored, softcap
 
 
 class Largest(TorchDispatchMode):
-    """Return the largest number of elements that any operation returned."""
+    """Record the largest number of elements that any operation returned."""
 
     seen = 0
 

@@ -230,9 +230,10 @@ def changed(column: str, factor: float) -> tuple[Points, list[str]]:
 def test_rows_in_another_unit_are_named(column: str, factor: float) -> None:
     points, wrong = changed(column, factor)
     (warning,) = group_warnings(fit(points, LAWS["chinchilla"]))
-    assert warning.startswith(f"{', '.join(wrong[:3])} and 9 more: with {column} divided by ")
-    found = float(warning.split("divided by ")[1].split(",")[0])
-    assert found == pytest.approx(factor, rel=0.1)
+    corrected = f"with {column} {'divided' if factor > 1 else 'multiplied'} by "
+    assert warning.startswith(f"{', '.join(wrong[:3])} and 9 more: {corrected}")
+    found = float(warning.split(corrected)[1].split(",")[0])
+    assert found == pytest.approx(max(factor, 1 / factor), rel=0.1)
 
 
 def test_bytes_in_a_small_measured_ladder() -> None:

@@ -44,7 +44,7 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
     def history(name: str) -> dict[int, float]:
         found = client.get_metric_history(run.info.run_id, name)
         values = {metric.step: metric.value for metric in found}
-        assert len(values) == len(found)  # each event once
+        assert len(values) == len(found)  # each step once
         return values
 
     for key in ("loss", "grad_norm", "tokens"):

@@ -53,7 +53,9 @@ def test_a_step_is_compared_with_hugging_face_and_its_overheads_are_measured():
     done = limited(*BENCH, *asked.split(), *sets([*SMALL, memory]), limit=1 << 40)
     assert done.returncode == 0, done.stderr
     assert "step 2 of 2" not in done.stderr
-    assert done.stderr.strip().endswith("group left")  # NCCL warns about a group that was not left
+    assert done.stderr.strip().endswith(
+        "group left"
+    )  # NCCL warns about a process group that was not destroyed
     found = json.loads(done.stdout)
     chosen = re.match(r"micro-batch (\d+) of 16: .* cluster.memory_bytes", found["auto-batch"])
     assert int(chosen[1]) in (2, 4, 8)
