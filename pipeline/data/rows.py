@@ -36,6 +36,7 @@ from pipeline.errors import DataError
 from pipeline.objective.example import NO_LABEL
 
 _LARGEST = int(np.finfo(np.float32).max)
+_LARGEST_NUMBER = 1e18  # the sum of the squared errors of 300 rows is finite in fp32
 _FORMS = "prompt and answer; or text, label and optionally text2"
 _ROUND = 32  # tokens: rows have a multiple of this
 
@@ -55,7 +56,6 @@ def read_examples(path: Path) -> list[Example]:
             first = "an answer" if found[0].label is None else "a label"
             text = f"{each.where}: another form than {found[0].where}, which has {first}"
             raise DataError(f"{text}; split the file")
-        # In a pair, the end of the first text is followed by the second one and its end.
         if each.label is not None and bool(each.second) != bool(found[0].second):
             text = f"{each.where} and {found[0].where}: only one of the two has text2"
             raise DataError(f"{text}; give it in every line or in none")
@@ -111,6 +111,11 @@ def label_names(
         text = f"every label of the {len(train)} training examples is {classes[0]!r}"
         raise DataError(f"{text}; add examples with another label")
     if numbers:
+        labels: list[Any] = [row.label for row in every]
+        largest = max(labels, key=abs)
+        if abs(largest) > _LARGEST_NUMBER:
+            text = f"label={largest:g} is too large for a squared error in fp32"
+            raise DataError(f"{text}; scale labels to at most {_LARGEST_NUMBER:.0e}")
         if len(np.unique(np.array(classes, np.float32))) < 2:
             text = f"the labels of the {len(train)} training examples, such as {classes[0]!r}"
             raise DataError(f"{text}, are equal as 32-bit floats; subtract what they share")

@@ -344,10 +344,8 @@ def _warnings(task: str, used: Method, points: Points, *, fitted: bool) -> list[
         found.append(f"Chance was fitted ({chance:.1%}); give it by --chance (four choices: 0.25).")
     best = float(used.accuracy.max())
     if best < chance - ABOVE_CHANCE * FIRST_SIGMA:
-        found.append(
-            f"Every run is below chance ({chance:.1%}; the best has {best:.1%}): check --chance "
-            f"and the answers of the questions."
-        )
+        below = f"Every run is below chance ({chance:.1%}; the best has {best:.1%})"
+        found.append(f"{below}: check --chance and the answers of the questions.")
     elif best < chance + ABOVE_CHANCE * used.sigma:
         found.append(
             f"No run is clearly above chance ({chance:.1%}; the best has {best:.1%}): the interval "

@@ -362,6 +362,7 @@ def test_labels_without_a_class_for_sequences_name_the_architecture() -> None:
         ([{"text": t, "label": "x"} for t in "abcdef"], ("--regression",), "remove --regression"),
         ([{"text": t, "label": 1} for t in "abcdef"], (), "training examples is 1"),
         ([{"text": t, "label": 2**53 + i} for i, t in enumerate("abcdefghij")], ("--regression",), "equal as 32-bit floats"),
+        ([{"text": t, "label": -1e30 * i} for i, t in enumerate("abcdefghij")], (), "scale labels to at most 1e+18"),
         ([{"text": "a", "label": 1}], (), "--valid-share 0.5 leaves"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lm-weight", 1), "is for labels"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lora", 1000, "--quiet"), "lora.rank=1000"),
