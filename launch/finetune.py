@@ -32,7 +32,8 @@ Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="FILE", 
 Run = Annotated[Path | None, Option("--run", help="Run to start from, or a checkpoint of it.")]
 Init = Annotated[Path | None, Option(help="Model of `launch import`, instead of --run.")]
 Valid = Annotated[Path | None, Option(help="Held-out examples (default: a share of --data).")]
-Share = Annotated[float, Option(help="Share of --data held out without --valid.", min=0.0, max=0.9)]
+_SHARE = "Share of --data held out without --valid (default: 0.1)."
+Share = Annotated[float | None, Option(help=_SHARE, min=0.0, max=0.9)]
 _OUT = "Run directory (default: RUN-FILE in runs/finetune)."
 Out = Annotated[Path | None, options.output_option(text=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
@@ -66,7 +67,7 @@ def finetune(
     init: Init = None,
     data: Data = None,
     valid: Valid = None,
-    valid_share: Share = 0.1,
+    valid_share: Share = None,
     out: Out = None,
     epochs: Epochs = 3.0,
     batch: Batch = 32,
@@ -115,9 +116,9 @@ def finetune(
         start.begin(plan_run(replace(request, data=_examples_of(out)), devices))
         return
     asked = FineTuning(
-        start=_start(run, init), data=_given(data), valid=valid, valid_share=valid_share, seq=seq,
-        batch=batch, epochs=epochs, lr=lr, regression=regression, lm_weight=lm_weight, lora=lora,
-        scratch=scratch, tokenizer=tokenizer,
+        start=_start(run, init), data=_given(data), valid=valid,
+        valid_share=_share(valid, valid_share), seq=seq, batch=batch, epochs=epochs, lr=lr,
+        regression=regression, lm_weight=lm_weight, lora=lora, scratch=scratch, tokenizer=tokenizer,
     )  # fmt: skip
     _begin_new(asked, start)
 
@@ -182,6 +183,13 @@ def _given(data: Path | None) -> Path:
     if data is None:
         raise ConfigError("--data is missing; give a file with a JSON object per line")
     return data
+
+
+def _share(valid: Path | None, share: float | None) -> float:
+    if valid is not None and share is not None:
+        both = f"--valid {valid} and --valid-share {share:g}"
+        raise ConfigError(f"{both} both choose the held-out examples; remove one of them")
+    return 0.1 if share is None else share
 
 
 def _start(run: Path | None, init: Path | None) -> Path:

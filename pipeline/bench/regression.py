@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunError
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.stack import Decoder
 from pipeline.optim.groups import build_optimizer, set_learning_rate
@@ -156,5 +156,7 @@ def measure(model: Decoder, problem: Problem, rows: int, device: torch.device) -
         both = (predict(model, x_BKD, y_BK), ridge(x_BKD, y_BK, problem.noise))
         for sums_K, predicted_BK in zip(sums_2K, both, strict=True):
             sums_K += (predicted_BK - y_BK).double().square().sum(0)
+    if not sums_2K.isfinite().all():
+        raise RunError("the model's squared error is not finite; lower --set optim.lr=…")
     ours, best = (sums_2K / (passes * TEST_ROWS)).tolist()
     return Errors(ours, best)

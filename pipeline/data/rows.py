@@ -36,6 +36,7 @@ from pipeline.errors import DataError
 from pipeline.objective.example import NO_LABEL
 
 _LARGEST = int(np.finfo(np.float32).max)
+_LARGEST_NUMBER = 1e18  # the sum of the squared errors of 300 rows is finite in fp32
 _FORMS = "prompt and answer; or text, label and optionally text2"
 _ROUND = 32  # tokens: rows have a multiple of this
 
@@ -53,7 +54,11 @@ def read_examples(path: Path) -> list[Example]:
     for each in found:
         if (each.label is None) != (found[0].label is None):
             first = "an answer" if found[0].label is None else "a label"
-            raise DataError(f"{each.where}: another form than line 1, which has {first}; split it")
+            text = f"{each.where}: another form than {found[0].where}, which has {first}"
+            raise DataError(f"{text}; split the file")
+        if each.label is not None and bool(each.second) != bool(found[0].second):
+            text = f"{each.where} and {found[0].where}: only one of the two has text2"
+            raise DataError(f"{text}; give it in every line or in none")
     return found
 
 
@@ -106,18 +111,24 @@ def label_names(
         text = f"every label of the {len(train)} training examples is {classes[0]!r}"
         raise DataError(f"{text}; add examples with another label")
     if numbers:
+        labels: list[Any] = [row.label for row in every]
+        largest = max(labels, key=abs)
+        if abs(largest) > _LARGEST_NUMBER:
+            text = f"label={largest:g} is too large for a squared error in fp32"
+            raise DataError(f"{text}; scale labels to at most {_LARGEST_NUMBER:.0e}")
         if len(np.unique(np.array(classes, np.float32))) < 2:
             text = f"the labels of the {len(train)} training examples, such as {classes[0]!r}"
             raise DataError(f"{text}, are equal as 32-bit floats; subtract what they share")
         return ()
     other = "held-out ones with --valid" if texts else "--regression if labels are numbers"
+    known = set(classes)  # a list would take minutes with many classes
     for row in valid:
         # 1.0 equals 1, but a number with a decimal point is not a class.
         decimal = isinstance(row.label, float)
-        if decimal and row.label in classes:
+        if decimal and row.label in known:
             text = f"{row.where}: label={row.label!r} has a decimal point, and classes have none"
             raise DataError(f"{text}; write {row.label:.0f}")
-        if decimal or row.label not in classes:
+        if decimal or row.label not in known:
             raise DataError(
                 f"{row.where}: label={row.label!r} is not one of the {len(classes)} classes of the "
                 f"training examples; add such examples, or give {other}"
@@ -139,10 +150,12 @@ def encode_examples(
     rows: Sequence[Example], objective: Answers | Labels, tokenizer: Tokenizer
 ) -> list[Encoded]:
     found = []
+    names = objective.names if isinstance(objective, Labels) else ()
+    classes = {name: number for number, name in enumerate(names)}
     for row in rows:
         bits = 0
-        if isinstance(objective, Labels) and objective.names:
-            bits = objective.names.index(str(row.label))
+        if classes:
+            bits = classes[str(row.label)]
         elif isinstance(objective, Labels):
             bits = int(np.array([row.label], np.float32).view(np.uint32)[0])
         first = tokenizer.encode(row.first).tolist()

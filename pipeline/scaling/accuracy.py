@@ -343,7 +343,10 @@ def _warnings(task: str, used: Method, points: Points, *, fitted: bool) -> list[
     if fitted:
         found.append(f"Chance was fitted ({chance:.1%}); give it, as --chance 0.25.")
     best = float(used.accuracy.max())
-    if best < chance + ABOVE_CHANCE * used.sigma:
+    if best < chance - ABOVE_CHANCE * FIRST_SIGMA:
+        below = f"Every run is below chance ({chance:.1%}; the best has {best:.1%})"
+        found.append(f"{below}: check --chance and the answers of the questions.")
+    elif best < chance + ABOVE_CHANCE * used.sigma:
         found.append(
             f"No run is clearly above chance ({chance:.1%}; the best has {best:.1%}): the interval "
             f"comes from the prior. Train larger runs, or use easier questions."

@@ -135,6 +135,7 @@ def test_at_chance_the_interval_is_wide_and_says_so() -> None:
     found, warnings = at(done, 3e8)
     assert "No run is clearly above chance (25.0%" in warnings
     assert found.low < 0.3 and found.high - found.low > 0.25
+    assert "Every run is below chance (50.0%" in at(done, 3e8, chance=0.5)[1]
     points = done.fit.points
     assert points.accuracy is not None
     upside_down = study(

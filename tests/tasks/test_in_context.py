@@ -254,3 +254,6 @@ def test_regression_on_the_command_line(inside):
     assert "largest excess" in inside("bench", "in-context", *small)
     assert "needs tokens" in inside("bench", "in-context", "--arch", "isoflop", code=2)
     assert "use a decoder" in inside("bench", "in-context", "--arch", "bert", code=2)
+    rate = ("--set", "optim.lr=1e20", "--json")
+    diverged = inside("bench", "in-context", *small, *rate, code=2)
+    assert "lower --set optim.lr" in diverged
