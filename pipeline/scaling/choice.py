@@ -94,7 +94,7 @@ def choose(points: Points) -> Choice:
     else:
         why = "N and D grow together in these runs, so their effects cannot be separated"
     needed = max(2, 5 + SPARE - runs)
-    more = f"{needed} more runs with other D/N would help: {runs_across(points)}."
+    more = f"{needed} more runs would help, with other D/N: {runs_across(points)}."
     notes = []
     if sizes > 1 and points.D.max() < 1.1 * points.D.min():
         tokens = count(points.D[0])

@@ -66,6 +66,7 @@ class Split:
 
     column: str
     rows: npt.NDArray[np.bool_]  # the smaller group
+    whole: bool  # all rows of one size or of one length
     factor: float  # of the column in these rows
     before: float  # mean absolute residual of one group
     after: float  # and of two
@@ -82,7 +83,8 @@ def group_warnings(even: Fit) -> list[str]:
     found = max(filter(None, tried), key=lambda one: one.nats, default=None)
     if found is None or found.nats < SURE or found.after > MOST_LEFT * found.before:
         return []
-    otherwise = split(even, "loss")
+    # One size or length is worth a warning, whether its N or D is wrong or its rate is.
+    otherwise = None if found.whole else split(even, "loss")
     if otherwise is not None and found.nats < otherwise.nats + CLEARER:
         return []
     what = "bytes, repeats" if found.column == "D" else "embeddings, experts"
@@ -93,7 +95,7 @@ def group_warnings(even: Fit) -> list[str]:
         f"{named_rows(few, np.flatnonzero(found.rows))}: with {found.column} {by}, the {len(few)} "
         f"runs scatter {found.after:.2%} instead of {found.before:.2%} around a law: check whether "
         f"{found.column} of these or of the other rows counts {what} or thousands, and whether all "
-        f"runs had the same data."
+        f"runs had the same recipe and data."
     ]
 
 
@@ -126,12 +128,22 @@ def _judged(even: Fit, law: TwoGroups, theta: Array, rows: npt.NDArray[np.bool_]
     before = max(float(np.abs(even.residuals).sum()) / spare, SMALLEST_SCATTER)
     after = max(float(np.abs(residuals).sum()) / (spare - 1), SMALLEST_SCATTER)
     nats = spare * np.log(before) - (spare - 1) * np.log(after)
-    nats += special.gammaln(k + 1) + special.gammaln(n - k + 1) - special.gammaln(n + 1)
-    if law.column != "loss":
-        logs = (even.inputs.d, even.inputs.n)
-        more = min(_onto_grid(*(logs if law.column == "D" else logs[::-1]), rows, factor), 5)
+    own, other = even.inputs.d, even.inputs.n
+    if law.column == "N":
+        own, other = other, own
+    alike = np.abs(own - own[rows][0]) < GRID
+    whole = law.column != "loss" and bool((alike == rows).all())
+    if whole:
+        nats -= np.log(_distinct(own))
+    else:
+        nats -= special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
+        more = 0 if law.column == "loss" else min(_onto_grid(own, other, rows, factor), 5)
         nats += GRID_NATS * more if more != 1 else 0  # one may be a coincidence
-    return Split(law.column, rows, float(np.exp(factor)), before, after, float(nats))
+    return Split(law.column, rows, whole, float(np.exp(factor)), before, after, float(nats))
+
+
+def _distinct(values: Array) -> int:
+    return 1 + int((np.diff(np.sort(values)) > GRID).sum())
 
 
 def _onto_grid(own: Array, other: Array, rows: npt.NDArray[np.bool_], factor: float) -> int:
@@ -142,14 +154,11 @@ def _onto_grid(own: Array, other: Array, rows: npt.NDArray[np.bool_], factor: fl
     them reaches a row of the other group.
     """
 
-    def distinct(values: Array) -> int:
-        return 1 + int((np.diff(np.sort(values)) > GRID).sum())
-
     shared = [own, own + other, own - other]
     gaps = np.concatenate([np.subtract.outer(v[rows], v[~rows]).ravel() for v in shared])
     gaps = np.unique(np.round(gaps[np.abs(gaps - factor) < GRID_SEARCH], 3))
-    after = min((distinct(v - gap * rows) for gap in gaps for v in shared), default=len(rows))
-    before = min(map(distinct, shared))
+    after = min((_distinct(v - gap * rows) for gap in gaps for v in shared), default=len(rows))
+    before = min(map(_distinct, shared))
     # Runs of random lengths are no grid, and a few of them coincide by chance.
     is_grid = 2 * after <= len(rows)
     return before - after if is_grid else min(before - after, 0)

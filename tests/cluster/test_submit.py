@@ -49,7 +49,7 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
     assert "not validated" in bare.stdout.splitlines()[-1]
     # Only the client is installed. Without this file it would wait a minute.
     silent = launch(*asked, SLURM_CONF="/dev/null").stdout
-    assert "not validated: sbatch is installed, but reaches no" in silent.splitlines()[-1]
+    assert "not validated: sbatch is installed, but cannot reach" in silent.splitlines()[-1]
     assert "[cluster.slurm.env], hidden because it may be a secret" in output
     refused = launch(*asked[:-1], code=2, PATH=str(tmp_path))
     assert "--slurm needs sbatch" in refused.stderr and not out.exists()

@@ -236,6 +236,16 @@ def test_rows_in_another_unit_are_named(column: str, factor: float) -> None:
     assert found == pytest.approx(max(factor, 1 / factor), rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_one_size_in_another_unit_is_named(factor: float) -> None:
+    """A factor on the loss of this size fits as well, as if it had been trained otherwise."""
+    points = read_csv(Path(__file__).parent / "h200.csv")
+    N = points.N.copy()
+    N[np.unique(N)[1] == N] *= factor
+    (warning,) = group_warnings(fit(replace(points, N=N, C=6 * N * points.D), LAWS["gamma"]))
+    assert f"with N {'divided' if factor > 1 else 'multiplied'} by " in warning
+
+
 def test_bytes_in_a_small_measured_ladder() -> None:
     points = read_csv(Path(__file__).parent / "h200.csv")
     D = points.D.copy()

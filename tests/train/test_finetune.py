@@ -164,7 +164,7 @@ def test_an_easy_task_is_learned(runs: Path, corpus: Path, inside) -> None:
     found = json.loads(inside("evaluate", "--run", runs / "learned", "--json"))
     assert found["labels/accuracy"] == 1
     text = ("evaluate", "--run", runs / "learned", "--data", corpus)
-    assert "of examples in rows" in inside(*text, code=2)  # its tokens are no labels
+    assert "in rows of 40 tokens" in inside(*text, code=2)  # its tokens are no labels
     out = inside("generate", "--run", runs / "echoes", "--prompt", "blue one red>", "--json")
     assert json.loads(out)["text"] == "blue"
     assert json.loads(out)["ended"]
