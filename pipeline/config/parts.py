@@ -43,7 +43,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def rename_old(table: dict[str, Any]) -> dict[str, Any]:
-    """Give the settings of an older release, in a new table of a user or a run, their new names."""
+    """Rename settings of an older release, in place, to their present names; return the table."""
     model = table.get("model")
     ffn = model.get("ffn") if isinstance(model, dict) else None
     if isinstance(ffn, dict) and "normalise" in ffn:
