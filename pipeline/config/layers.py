@@ -1,8 +1,8 @@
 """Merge layers of TOML into one config.
 
 base < size × architecture < recipe < data < cluster < file < --set: later layers override earlier
-ones. The recipe is a setting, so --set can change it. An architecture may name its objective and
-its recipe.
+ones. The recipe is a setting, so --set can change it. An architecture may name its objective, its
+recipe and a length of rows, which never exceeds that of base.
 """
 
 import json
@@ -53,12 +53,13 @@ def load(
 
     If the data is known, its tokenizer has `pieces` ids, and the vocabulary is these plus the
     special ids of the objective."""
+    base = read_toml(CONFIGS / "base.toml")
     shape: Table = {"model": model}  # the model of --init
     if model is None:
         assert size is not None
-        shape = _named_model(size, arch)
+        shape = _named_model(size, arch, base["model"]["seq"])
     own = [*_own_layers(file, sets), over or {}]
-    layers = [read_toml(CONFIGS / "base.toml"), shape, recipe_layer([shape, *own]), data or {}]
+    layers = [base, shape, recipe_layer([shape, *own]), data or {}]
     if cluster:
         layers.append(named_table("cluster", cluster))
     table = reduce(merge, [*layers, *own])
@@ -212,7 +213,7 @@ def names(kind: str) -> list[str]:
     return sorted(p.stem for p in (CONFIGS / kind).glob("*.toml"))
 
 
-def _named_model(name: str, arch: str | None) -> dict[str, Any]:
+def _named_model(name: str, arch: str | None, seq: int) -> dict[str, Any]:
     """Return the model of a size and an architecture, and the architecture's usual objective and
     recipe. The size of a published model has its own architecture unless another is given."""
     rows = read_toml(CONFIGS / "sizes.toml")
@@ -224,7 +225,7 @@ def _named_model(name: str, arch: str | None) -> dict[str, Any]:
     path = _named("arch", arch)
     table = read_toml(path)
     usual: dict[str, Any] = {key: table.pop(key) for key in ("objective", "recipe") if key in table}
-    crossed = cross(size, validate(Arch, table, str(path)))
+    crossed = cross(size, validate(Arch, table, str(path)), seq)
     return {"model": {"size": name, "arch": arch, **crossed}, **usual}
 
 

@@ -49,6 +49,7 @@ class Size(Frozen):
 class Arch(Design):
     """Kinds and ratios, never widths."""
 
+    seq: Positive | None = None  # length of the paper's rows; None: as in configs/base.toml
     attention: parts.ArchAttention
     ffn: parts.ArchFeed
 
@@ -290,12 +291,13 @@ def divisors(n: int) -> list[int]:
     return sorted({*low, *(n // d for d in low)})
 
 
-def cross(size: Size, arch: Arch) -> dict[str, Any]:
-    """The model table of a run config, still without vocabulary and sequence length."""
+def cross(size: Size, arch: Arch, seq: int) -> dict[str, Any]:
+    """The model table of a run config without vocabulary. Rows have at most `seq` tokens."""
     # Small sizes keep a rank below their width.
     rank = None if arch.embedding_rank is None else min(arch.embedding_rank, size.width // 2)
     return {
         **arch.model_dump(include=set(Design.model_fields)),
+        "seq": min(arch.seq or seq, seq),
         "embedding_rank": rank,
         "width": size.width,
         "layers": size.layers,

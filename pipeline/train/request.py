@@ -25,13 +25,14 @@ from pipeline.planner.memory import DeviceMemory
 from pipeline.runs.directory import RunDir, facts, same_tokenizer
 from pipeline.tasks.questions import read_tasks
 from pipeline.train.branch import branch_step, copy_trunk
-from pipeline.train.space import check_disk, check_offload
+from pipeline.train.space import check_disk, check_offload, check_path
 
 # Settings with which the weights of --init were initialized and trained.
 _OF_THE_WEIGHTS = (
     *("tied", "parametrization", "scaled_embedding", "stack", "width"),
     *("share_layers", "attention.heads", "vocab"),
 )
+_OLD_SEQ = 2048  # the length of rows before architectures had their own
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either under WSL
 
@@ -146,7 +147,7 @@ class PlannedRun:
 def plan_run(request: Request, devices: Devices) -> PlannedRun:
     """Plan a run, and refuse everything that can be refused before anything is written."""
     if request.out is not None:
-        _check_path(request.out)
+        check_path(request.out)
     if request.size is not None and request.init is not None:
         both = f"--size {request.size} and --init {request.init}"
         raise ConfigError(f"{both} both give a model; remove one of them")
@@ -159,6 +160,10 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
     spec = _load(request, corpus)
     run = RunDir(request.out or Path("runs") / spec.experiment / spec.name)
     before = reload(run.config) if run.exists and request.resume else None
+    was = before.model.learned_positions if before and request.size else 0
+    if was == _OLD_SEQ and was != spec.model.learned_positions:  # an older release started it
+        defaults = merge({"model": {"seq": was}}, request.defaults or {})
+        spec = _load(replace(request, defaults=defaults), corpus)
 
     def resized(size: str) -> RunSpec:
         return _load(replace(request, size=size), corpus)
@@ -183,17 +188,6 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
         step = branch_step(config, RunDir(request.branch))
         about["branch"] = {"of": str(request.branch), "step": step}
     return PlannedRun(run, config, about, fresh, note)
-
-
-def _check_path(out: Path) -> None:
-    """Refuse a name that is too long or a parent directory that may not be read."""
-    try:
-        out.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        name = str(out) if len(str(out)) <= 100 else f"{str(out)[:100]}…"
-        raise RunError(f"--out {name}: {error.strerror}; choose another directory") from None
 
 
 def _exists(run: RunDir) -> RunError:

@@ -1,4 +1,4 @@
-"""Check that disks and memory have space for a run, before it starts."""
+"""Check the path of a run, and that disks and memory have space for it, before it starts."""
 
 import os
 import shutil
@@ -9,6 +9,17 @@ from pipeline.errors import ConfigError, RunError
 from pipeline.planner.memory import Layout, checkpoint_bytes, disk_bytes, offloaded
 from pipeline.runs.directory import RunDir, list_checkpoints
 from pipeline.units import byte_size
+
+
+def check_path(out: Path) -> None:
+    """Refuse a name that is too long or a parent directory that may not be read."""
+    try:
+        out.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        name = str(out) if len(str(out)) <= 100 else f"{str(out)[:100]}…"
+        raise RunError(f"--out {name}: {error.strerror}; choose another directory") from None
 
 
 def check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> None:

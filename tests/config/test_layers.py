@@ -1,13 +1,15 @@
 """Layers, one-line errors that name the key, and a dump that loads back to itself."""
 
 import re
+import shutil
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.dump import differences, to_toml
-from pipeline.config.layers import load, merge, names, parse_set, read_toml, reload
+from pipeline.config.layers import CONFIGS, load, merge, names, parse_set, read_toml, reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.planner.check import resolve
@@ -161,6 +163,34 @@ def test_a_published_size_brings_its_architecture():
     assert load(size="16b").model.arch == "deepseek-v2-lite"
     assert load(size="671b", arch="dense").model.arch == "dense"
     assert load(size="70b").model.arch == "dense"
+
+
+# Published lengths of rows, and of those that an encoder reads beside a decoder.
+LENGTHS = dict.fromkeys(("bert", "roberta", "albert", "electra", "distilbert"), (512, None))
+LENGTHS |= {"modernbert": (1024, None), "t5": (114, 512), "t5-v1.1": (114, 512)}
+LENGTHS |= {"bart": (512, 512), "transformer": (256, 256)}
+
+
+@pytest.mark.parametrize("arch", names("arch"))
+def test_rows_have_the_published_length_unless_another_is_given(arch, tmp_path, monkeypatch):
+    def longest(**given):
+        return load(size="tiny", arch=arch, **given).model.learned_positions
+
+    model = load(size="tiny", arch=arch).model
+    assert (model.seq, model.source_seq) == LENGTHS.get(arch, (2048, None))
+    base = Path(shutil.copytree(CONFIGS, tmp_path / "configs"), "base.toml")
+    base.write_text(base.read_text().replace("seq = 2048", "seq = 64"))
+    monkeypatch.setattr("pipeline.config.layers.CONFIGS", base.parent)
+    (tmp_path / "run.toml").write_text("model.seq = 96")
+    file = longest(file=tmp_path / "run.toml")
+    assert (longest(), file, longest(sets=["model.seq=2048"])) == (64, 96, 2048)
+
+
+def test_a_run_of_an_older_release_keeps_its_length(corpus, tmp_path):
+    asked = Request("tiny", "t5", data=corpus, out=tmp_path / "run", sets=["model.seq=2048"])
+    first = plan_run(asked, Devices(0, 2**36, "CPU")).commit().config
+    again = plan_run(replace(asked, sets=(), resume=True), Devices(0, 2**36, "CPU"))
+    assert (again.config, first.model.source_seq) == (first, 2048)
 
 
 def test_a_kind_that_changes_replaces_its_table():
