@@ -6,11 +6,13 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from pipeline.bench.step_profile import Figures, count_host_reads, kernels, measure_overheads, trace
 from pipeline.config.schema import RunConfig
@@ -25,7 +27,14 @@ from pipeline.parallel.world import World
 from pipeline.planner import count as account
 from pipeline.planner.memory import Layout, memory
 from pipeline.planner.work import convention, training_flops
-from pipeline.train.measure import cut, device_name, loader, peak_flops, peak_memory_bytes
+from pipeline.train.measure import (
+    DeviceTime,
+    cut,
+    device_name,
+    loader,
+    peak_flops,
+    peak_memory_bytes,
+)
 
 if TYPE_CHECKING:
     from pipeline.bench.peers.trainers import Peer  # imports transformers
@@ -34,32 +43,78 @@ if TYPE_CHECKING:
 _MAX_FIRST_DIFFERENCE = 0.05
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step that the device may still be working on."""
+
+    sums: Tensor  # of all ranks, on the host; the first is that of the losses
+    ranks: int
+    ended: DeviceTime
+
+    @classmethod
+    def of(cls, sums: Tensor, ranks: int) -> "_Launched":
+        # torch copies into pinned memory, so that nothing waits here.
+        return cls(sums.to("cpu", non_blocking=True), ranks, DeviceTime(sums.device))
+
+    def loss(self) -> float:
+        """Wait for the device and return the mean loss."""
+        self.ended.wait()
+        return float(self.sums.view(-1)[0]) / self.ranks
+
+
 class _Side:
     """A trainer and its measurements, alone or in turn with another on the same batches."""
 
     def __init__(
-        self, name: str, step: Callable[[Batch, float], float], batch: Batch, before: int
+        self,
+        name: str,
+        launch: Callable[[Batch, float], _Launched],
+        world: World,
+        batch: Batch,
+        before: int,
     ) -> None:
         self.name = name
         self.seconds: list[float] = []
-        self._step = step
+        self._launch = launch
+        self._device = world.device
+        self._pending: _Launched | None = None
         # At the learning rate 0, a step compiles and does not change the weights.
-        self.losses = [step(batch, 0.0)]
+        self.losses = [launch(batch, 0.0).loss()]
         self._own_bytes = _allocated_bytes() - before
-        self.peak_bytes = peak_memory_bytes()
+        # The first step, which compiled, does not count on a GPU.
+        self.peak_bytes = 0.0 if torch.cuda.is_available() else peak_memory_bytes()
 
     def step(self, batch: Batch, lr: float, waited_s: float = 0.0) -> None:
+        """Do a step from beginning to end."""
+        began = time.perf_counter()
+        self.losses.append(self._launched(batch, lr).loss())
+        self.seconds.append(waited_s + time.perf_counter() - began)
+
+    def launch(self, batch: Batch, lr: float) -> None:
+        """Launch a step and then wait for the one before, so that the device always has work."""
+        if self._pending is None:
+            self._ended = DeviceTime(self._device)
+        launched = self._launched(batch, lr)
+        self.settle()
+        self._pending = launched
+
+    def settle(self) -> None:
+        """Wait for the pending step. Its time begins when the step before it ended."""
+        if self._pending is not None:
+            self.losses.append(self._pending.loss())
+            self.seconds.append(self._pending.ended.since(self._ended))
+            self._ended = self._pending.ended
+            self._pending = None
+
+    def _launched(self, batch: Batch, lr: float) -> _Launched:
         # Both sides share the memory of one GPU, so subtract the memory of the other one.
         others_bytes = _allocated_bytes() - self._own_bytes
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        self.losses.append(self._step(batch, lr))
-        self.seconds.append(waited_s + time.perf_counter() - began)
+        launched = self._launch(batch, lr)
         if torch.cuda.is_available():
-            peak = peak_memory_bytes() - others_bytes
-            # The first step, which compiled, does not count.
-            self.peak_bytes = peak if len(self.seconds) == 1 else max(self.peak_bytes, peak)
+            self.peak_bytes = max(self.peak_bytes, peak_memory_bytes() - others_bytes)
+        return launched
 
 
 def measure_step(
@@ -83,13 +138,14 @@ def measure_step(
     first = next(batches)
     before = _allocated_bytes()
     engine = build_engine(config, world)
-    ours = _Side("ours", partial(_step, engine, config, world), first, before)
+    ours = _Side("ours", partial(_launch, engine, config, world), world, first, before)
     theirs = None
     # The peer is built after our first step, so that the memory of each is known.
     if peer is not None:
         before = _allocated_bytes()
         other = peer(config, world)
-        theirs = _Side(other.name, partial(_peer_step, other, config, world), first, before)
+        launch = partial(_launch_peer, other, config, world)
+        theirs = _Side(other.name, launch, world, first, before)
         yield "compared with", other.about
         own_loss = ours.losses[0]
         loss = theirs.losses[0]
@@ -131,8 +187,11 @@ def _timed_steps(
     steps: int,
     progress: Callable[[str], object],
 ) -> Generator[tuple[str, Any], None, float]:
-    """Run the steps in turn; yield the mean loss of each tenth, return the median wait for a batch.
-    The loss of a single batch would be too noisy to compare two trainers."""
+    """Yield the mean loss of each tenth of the steps, return the median wait for a batch.
+
+    The loss of a single batch would be too noisy to compare two trainers. Alone, our steps overlap
+    on the host as in training; two trainers take turns, and each step is waited for.
+    """
     waited_s = []
     tenth = -(-steps // 10)  # rounded up
     show_losses = theirs is not None or tenth > 1
@@ -142,11 +201,17 @@ def _timed_steps(
         batch = next(batches)
         lr = learning_rate(config.optim.schedule, config.optim.lr, step, steps)
         waited_s.append(time.perf_counter() - began)
-        # The wait is part of our step. The peer gets the same batch from memory.
-        ours.step(batch, lr, waited_s[-1])
-        if theirs is not None:
+        if theirs is None:
+            ours.launch(batch, lr)
+        else:
+            # The wait is part of our step. The peer gets the same batch from memory.
+            ours.step(batch, lr, waited_s[-1])
             theirs.step(batch, lr)
-        if show_losses and ((step + 1) % tenth == 0 or step + 1 == steps):
+        last_step = step + 1 == steps
+        show = show_losses and (last_step or (step + 1) % tenth == 0)
+        if last_step or show:
+            ours.settle()
+        if show:
             last = step % tenth + 1
             yield _losses(f"loss of steps {step + 2 - last} to {step + 1}", ours, theirs, last)
     if show_losses:
@@ -198,17 +263,22 @@ def _ratios(ours: _Side, theirs: _Side, batch_tokens: int) -> Figures:
     yield f"ours over {theirs.name}", round(own / other, 3)
 
 
-def _step(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: float = 0.0) -> float:
-    """Do the minimum of the training loop: an update, a sum over ranks, a read of the loss."""
+def _step(engine: Engine, config: RunConfig, world: World, batch: Batch) -> None:
+    """Do a step from beginning to end; the weights do not change."""
+    _launch(engine, config, world, batch, 0.0).loss()
+
+
+def _launch(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: float) -> _Launched:
+    """Launch the minimum of a step of the training loop: an update and a sum over ranks."""
     update = engine.update(cut(batch, config, world), lr)
     # The loop sums parts of the token hash along with the loss, so this does too.
-    loss, _ = world.sum(update.nll, [float(batch.hash & 0xFFFF)]).tolist()
-    return float(loss) / world.size
+    return _Launched.of(world.sum(update.nll, [float(batch.hash & 0xFFFF)]), world.size)
 
 
-def _peer_step(peer: "Peer", config: RunConfig, world: World, batch: Batch, lr: float) -> float:
-    # `item` waits for the device, as our step does when it reads the loss.
-    return peer.step(cut(batch, config, world), lr).item()
+def _launch_peer(
+    peer: "Peer", config: RunConfig, world: World, batch: Batch, lr: float
+) -> _Launched:
+    return _Launched.of(peer.step(cut(batch, config, world), lr), 1)
 
 
 def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator[Batch]:
