@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,78 +42,52 @@ if TYPE_CHECKING:
 _MAX_FIRST_DIFFERENCE = 0.05
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """A step that the device may still be working on."""
-
-    sums: Tensor  # of all ranks, on the host; the first is that of the losses
-    ranks: int
-    ended: DeviceTime
-
-    @classmethod
-    def of(cls, sums: Tensor, ranks: int) -> "_Launched":
-        # torch copies into pinned memory, so that nothing waits here.
-        return cls(sums.to("cpu", non_blocking=True), ranks, DeviceTime(sums.device))
-
-    def loss(self) -> float:
-        """Wait for the device and return the mean loss."""
-        self.ended.wait()
-        return float(self.sums.view(-1)[0]) / self.ranks
-
-
 class _Side:
     """A trainer and its measurements, alone or in turn with another on the same batches."""
 
     def __init__(
         self,
         name: str,
-        launch: Callable[[Batch, float], _Launched],
+        step: Callable[[Batch, float], Tensor],
         world: World,
         batch: Batch,
         before: int,
     ) -> None:
         self.name = name
         self.seconds: list[float] = []
-        self._launch = launch
+        self._step = step  # returns the loss without waiting for the device
         self._device = world.device
-        self._pending: _Launched | None = None
+        self._pending: tuple[Tensor, DeviceTime] | None = None
         # At the learning rate 0, a step compiles and does not change the weights.
-        self.losses = [launch(batch, 0.0).loss()]
+        self.losses = [step(batch, 0.0).item()]
         self._own_bytes = _allocated_bytes() - before
-        # The first step, which compiled, does not count on a GPU.
-        self.peak_bytes = 0.0 if torch.cuda.is_available() else peak_memory_bytes()
-
-    def step(self, batch: Batch, lr: float, waited_s: float = 0.0) -> None:
-        """Do a step from beginning to end."""
-        began = time.perf_counter()
-        self.losses.append(self._launched(batch, lr).loss())
-        self.seconds.append(waited_s + time.perf_counter() - began)
+        self.peak_bytes = 0.0
 
     def launch(self, batch: Batch, lr: float) -> None:
-        """Launch a step and then wait for the one before, so that the device always has work."""
+        """Launch a step, then wait for the one before, if any, so that the device has work."""
         if self._pending is None:
             self._ended = DeviceTime(self._device)
-        launched = self._launched(batch, lr)
-        self.settle()
-        self._pending = launched
-
-    def settle(self) -> None:
-        """Wait for the pending step. Its time begins when the step before it ended."""
-        if self._pending is not None:
-            self.losses.append(self._pending.loss())
-            self.seconds.append(self._pending.ended.since(self._ended))
-            self._ended = self._pending.ended
-            self._pending = None
-
-    def _launched(self, batch: Batch, lr: float) -> _Launched:
         # Both sides share the memory of one GPU, so subtract the memory of the other one.
         others_bytes = _allocated_bytes() - self._own_bytes
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        launched = self._launch(batch, lr)
-        if torch.cuda.is_available():
-            self.peak_bytes = max(self.peak_bytes, peak_memory_bytes() - others_bytes)
-        return launched
+        # torch copies into pinned memory, so that nothing waits here.
+        loss = self._step(batch, lr).to("cpu", non_blocking=True)
+        ended = DeviceTime(self._device)
+        peak = peak_memory_bytes() - (others_bytes if torch.cuda.is_available() else 0)
+        self.peak_bytes = max(self.peak_bytes, peak)
+        self.settle()
+        self._pending = (loss, ended)
+
+    def settle(self) -> None:
+        """Wait for the pending step, whose time begins at the end of the one before."""
+        if self._pending is not None:
+            loss, ended = self._pending
+            ended.wait()
+            self.losses.append(loss.item())
+            self.seconds.append(ended.since(self._ended))
+            self._ended = ended
+            self._pending = None
 
 
 def measure_step(
@@ -138,14 +111,14 @@ def measure_step(
     first = next(batches)
     before = _allocated_bytes()
     engine = build_engine(config, world)
-    ours = _Side("ours", partial(_launch, engine, config, world), world, first, before)
+    ours = _Side("ours", partial(_step, engine, config, world), world, first, before)
     theirs = None
     # The peer is built after our first step, so that the memory of each is known.
     if peer is not None:
         before = _allocated_bytes()
         other = peer(config, world)
-        launch = partial(_launch_peer, other, config, world)
-        theirs = _Side(other.name, launch, world, first, before)
+        step = partial(_peer_step, other, config, world)
+        theirs = _Side(other.name, step, world, first, before)
         yield "compared with", other.about
         own_loss = ours.losses[0]
         loss = theirs.losses[0]
@@ -163,7 +136,10 @@ def measure_step(
     reads = count_host_reads(lambda: engine.update(micros, 0.0), world.device)
     yield "host reads in an update", reads
     if profile:
-        yield "kernels", kernels(lambda: _step(engine, config, world, next(batches)), world.device)
+        yield (
+            "kernels",
+            kernels(lambda: _step(engine, config, world, next(batches)).item(), world.device),
+        )
     if overheads:
         with tempfile.TemporaryDirectory() as directory:
             yield from measure_overheads(engine, batches, config, world, steps, Path(directory))
@@ -201,12 +177,13 @@ def _timed_steps(
         batch = next(batches)
         lr = learning_rate(config.optim.schedule, config.optim.lr, step, steps)
         waited_s.append(time.perf_counter() - began)
-        if theirs is None:
-            ours.launch(batch, lr)
-        else:
+        ours.launch(batch, lr)
+        if theirs is not None:
+            ours.settle()
             # The wait is part of our step. The peer gets the same batch from memory.
-            ours.step(batch, lr, waited_s[-1])
-            theirs.step(batch, lr)
+            ours.seconds[-1] += waited_s[-1]
+            theirs.launch(batch, lr)
+            theirs.settle()
         last_step = step + 1 == steps
         show = show_losses and (last_step or (step + 1) % tenth == 0)
         if last_step or show:
@@ -263,22 +240,15 @@ def _ratios(ours: _Side, theirs: _Side, batch_tokens: int) -> Figures:
     yield f"ours over {theirs.name}", round(own / other, 3)
 
 
-def _step(engine: Engine, config: RunConfig, world: World, batch: Batch) -> None:
-    """Do a step from beginning to end; the weights do not change."""
-    _launch(engine, config, world, batch, 0.0).loss()
-
-
-def _launch(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: float) -> _Launched:
+def _step(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: float = 0.0) -> Tensor:
     """Launch the minimum of a step of the training loop: an update and a sum over ranks."""
     update = engine.update(cut(batch, config, world), lr)
     # The loop sums parts of the token hash along with the loss, so this does too.
-    return _Launched.of(world.sum(update.nll, [float(batch.hash & 0xFFFF)]), world.size)
+    return world.sum(update.nll, [float(batch.hash & 0xFFFF)])[0] / world.size
 
 
-def _launch_peer(
-    peer: "Peer", config: RunConfig, world: World, batch: Batch, lr: float
-) -> _Launched:
-    return _Launched.of(peer.step(cut(batch, config, world), lr), 1)
+def _peer_step(peer: "Peer", config: RunConfig, world: World, batch: Batch, lr: float) -> Tensor:
+    return peer.step(cut(batch, config, world), lr)
 
 
 def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator[Batch]:
@@ -317,13 +287,13 @@ def _parts(
     before = engine.clock
     engine.clock = clock
     for _ in range(steps):
-        _step(engine, config, world, next(batches))
+        _step(engine, config, world, next(batches)).item()
     engine.clock = before
     for part, seconds in spent.items():
         yield f"{part} ms", round(seconds / steps * 1e3, 2)
     sent_us = 0.0
     if world.size > 1:
-        traced = trace(lambda: _step(engine, config, world, next(batches)), world.device)
+        traced = trace(lambda: _step(engine, config, world, next(batches)).item(), world.device)
         events = [e for e in traced.events() if e.name.lower().startswith(("gloo", "nccl"))]
         # NCCL's kernels have device time. gloo runs on the host and has CPU time only.
         sent_us = sum(e.device_time_total or e.cpu_time_total for e in events)
