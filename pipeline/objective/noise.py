@@ -169,7 +169,7 @@ def mask_pairs(
     objective: Masked, vocabulary: Vocabulary, texts: Sequence[Text], draws: Sequence[Draws]
 ) -> list[Example]:
     """Divide each text in two and mask some tokens."""
-    pairs = [join_halves(objective, vocabulary, *row) for row in zip(texts, draws, strict=True)]
+    pairs = join_halves(objective, vocabulary, texts, draws)
     joined = [Text(pair.tokens, None, len(pair.tokens)) for pair in pairs]
     masked = mask_rows(mask_tokens, objective, vocabulary, joined, draws)
     return [
@@ -178,25 +178,37 @@ def mask_pairs(
     ]
 
 
-def join_halves(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Divide a text in two. In half of the rows (label 1), take the second part from another text
-    (BERT) or swap the parts (ALBERT)."""
-    half = len(text.tokens) // 2
+def join_halves(
+    objective: Masked, vocabulary: Vocabulary, texts: Sequence[Text], draws: Sequence[Draws]
+) -> list[Example]:
+    """Divide each text in two. In half of the rows (label 1), take the second part from another
+    text (BERT) or swap the parts (ALBERT)."""
+    text_RS = np.stack([text.tokens for text in texts])
+    rows, size = text_RS.shape
+    together = Draws.together(draws)
+    half = size // 2
     # Both parts have at least a quarter of the text.
-    border = half // 2 + int(draws.below(half, 1)[0])
-    first = text.tokens[:border]
-    second = text.tokens[border:]
-    label = draws.below(2, 1)
-    if label[0] and objective.pairs == "next":
-        assert text.another is not None
-        second = text.another(draws)[border:]
-    elif label[0]:
-        first, second = second, first
-    start = [vocabulary.pieces + 1]
-    end = [vocabulary.pieces + 2]
-    tokens = np.concatenate((start, first, end, second, end))
-    segments = np.repeat([0, 1], [len(first) + 2, len(second) + 1])
-    return Example(tokens, tokens, segments=segments, labels=label)
+    border_R1 = half // 2 + together.below(half, 1)
+    label_R1 = together.below(2, 1)
+    for row in draws:
+        row.drawn = together.drawn
+    place_S = np.arange(size)
+    if objective.pairs == "next":
+        for number in np.flatnonzero(label_R1).tolist():
+            another = texts[number].another
+            assert another is not None
+            border = border_R1[number, 0]
+            text_RS[number, border:] = another(draws[number])[border:]
+    else:
+        swapped_RS = np.take_along_axis(text_RS, (place_S + border_R1) % size, -1)
+        text_RS = np.where(label_R1, swapped_RS, text_RS)
+        border_R1 = np.where(label_R1, size - border_R1, border_R1)
+    # A start, the first part, an end, the second part, an end.
+    tokens = np.full((rows, size + 3), vocabulary.pieces + 2)
+    tokens[:, 0] = vocabulary.pieces + 1
+    np.put_along_axis(tokens, place_S + 1 + (place_S >= border_R1), text_RS, -1)
+    segments = (np.arange(size + 3) > border_R1 + 1).astype(np.int64)
+    return Example(tokens, tokens, segments=segments, labels=label_R1).rows()
 
 
 def cut_rows(
