@@ -27,8 +27,8 @@ MOST_ROWS = 150  # a table of twice as many is thinned
 SURE = 5.0  # nats of evidence; clean made ladders had less than 1 (docs/LOG.md)
 CLEARER = 2.0  # nats more than for a factor on the loss
 MOST_LEFT = 1 / 3  # of the scatter; public sets of unlike runs keep 0.38 or more
-LEFT_ON_GRID = 0.9  # of the scatter; clean ladders that look like a damaged grid keep more,
-SCATTER_ON_GRID = 0.01  # unless they scatter more than this (docs/LOG.md)
+LEFT_ON_GRID = 0.9  # clean ladders that look like a damaged grid keep more
+MOST_SCATTER = 0.01  # relative; two groups that scatter more are not one recipe (docs/LOG.md)
 SMALLEST_SCATTER = 1e-4  # relative, of losses with four decimals
 GRID = 0.01  # relative; rows of one length or size agree to this
 GRID_NATS = 5.0  # evidence of a row that the factor puts on the grid of the others
@@ -84,7 +84,7 @@ def group_warnings(even: Fit) -> list[str]:
     if len(few) < len(even.theta) + FEWEST or type(even.law) not in (Chinchilla, Gamma):
         return []
     found = _on_grid(even) or _by_loss(even)
-    if found is None:
+    if found is None or found.after > MOST_SCATTER:
         return []
     grid = "form a grid and " if found.nats == np.inf else ""
     what = "bytes, repeats" if found.column == "D" else "embeddings, experts"
@@ -108,7 +108,7 @@ def _on_grid(even: Fit) -> Split | None:
         other = fit(replace(even.points, **{column: corrected}), even.law)
         after = _scatter(other.residuals, len(other.theta))
         found.append(Split(column, rows, False, float(np.exp(factor)), before, after, np.inf))
-    kept = [one for one in found if one.after < min(LEFT_ON_GRID * before, SCATTER_ON_GRID)]
+    kept = [one for one in found if one.after < LEFT_ON_GRID * before]
     return min(kept, key=lambda one: one.after, default=None)
 
 
