@@ -1,8 +1,7 @@
 """Find rows whose D or N is in another unit, such as bytes: they form a second group of runs.
 
 Most ladders are grids: if a factor on some rows completes the grid, the law only has to fit better.
-Otherwise, it is fitted with one more parameter, a factor by which D or N of some rows is too large.
-Noise can be split into two groups, too, so the improvement must pay for the choice of the rows.
+Otherwise the law gets this factor as a parameter, and the gain must pay for the choice of the rows.
 """
 
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ SURE = 5.0  # nats of evidence; clean made ladders had less than 1 (docs/LOG.md)
 CLEARER = 2.0  # nats more than for a factor on the loss
 MOST_LEFT = 1 / 3  # of the scatter; public sets of unlike runs keep 0.38 or more
 LEFT_ON_GRID = 0.9  # clean ladders that look like a damaged grid keep more
-MOST_SCATTER = 0.01  # relative; two groups that scatter more are not one recipe (docs/LOG.md)
+MOST_SCATTER = 0.01  # relative; for more, the losses alone are no evidence (docs/LOG.md)
 SMALLEST_SCATTER = 1e-4  # relative, of losses with four decimals
 GRID = 0.01  # relative; rows of one length or size agree to this
 GRID_NATS = 5.0  # evidence of a row that the factor puts on the grid of the others
@@ -84,7 +83,7 @@ def group_warnings(even: Fit) -> list[str]:
     if len(few) < len(even.theta) + FEWEST or type(even.law) not in (Chinchilla, Gamma):
         return []
     found = _on_grid(even) or _by_loss(even)
-    if found is None or found.after > MOST_SCATTER:
+    if found is None:
         return []
     grid = "form a grid and " if found.nats == np.inf else ""
     what = "bytes, repeats" if found.column == "D" else "embeddings, experts"
@@ -107,9 +106,10 @@ def _on_grid(even: Fit) -> Split | None:
         corrected = getattr(even.points, column) * np.exp(-factor * rows)
         other = fit(replace(even.points, **{column: corrected}), even.law)
         after = _scatter(other.residuals, len(other.theta))
-        found.append(Split(column, rows, False, float(np.exp(factor)), before, after, np.inf))
-    kept = [one for one in found if one.after < LEFT_ON_GRID * before]
-    return min(kept, key=lambda one: one.after, default=None)
+        most = LEFT_ON_GRID if after < MOST_SCATTER else MOST_LEFT
+        if after < most * before:
+            found.append(Split(column, rows, False, float(np.exp(factor)), before, after, np.inf))
+    return min(found, key=lambda one: one.after, default=None)
 
 
 def _off_grid(points: Points) -> Iterator[tuple[str, npt.NDArray[np.bool_], float]]:
@@ -153,7 +153,7 @@ def _by_loss(even: Fit) -> Split | None:
         after = _scatter(gamma.residuals, len(gamma.theta))
         spare = len(even.points) - len(even.theta)
         nats = max(nats, spare * np.log(found.before) - (spare - 1) * np.log(after))
-    return found if found.nats >= nats + CLEARER else None
+    return found if found.nats >= nats + CLEARER and found.after <= MOST_SCATTER else None
 
 
 def _scatter(residuals: Array, parameters: int) -> float:
