@@ -1,18 +1,19 @@
 """Find rows whose D or N is in another unit, such as bytes: they form a second group of runs.
 
-The law is fitted with one more parameter, a factor by which D or N of some rows is too large. Noise
-can be split into two groups, too, so the improvement must pay for the choice of the rows.
+Most ladders are grids: if a factor on some rows completes the grid, the law only has to fit better.
+Otherwise the law gets this factor as a parameter, and the gain must pay for the choice of the rows.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from pipeline.scaling.fitting import Fit, descend, screened
-from pipeline.scaling.laws import Chinchilla, Gamma, Inputs, Law
-from pipeline.scaling.points import Array
+from pipeline.scaling.fitting import Fit, descend, fit, screened
+from pipeline.scaling.laws import LAWS, Chinchilla, Gamma, Inputs, Law
+from pipeline.scaling.points import Array, Points
 from pipeline.scaling.quality import named_rows
 
 FACTORS = (1.8, 2e4)  # tokens have about 4 bytes, and thousands are 1000
@@ -25,6 +26,8 @@ MOST_ROWS = 150  # a table of twice as many is thinned
 SURE = 5.0  # nats of evidence; clean made ladders had less than 1 (docs/LOG.md)
 CLEARER = 2.0  # nats more than for a factor on the loss
 MOST_LEFT = 1 / 3  # of the scatter; public sets of unlike runs keep 0.38 or more
+LEFT_ON_GRID = 0.9  # clean ladders that look like a damaged grid keep more
+MOST_SCATTER = 0.01  # relative; for more, the losses alone are no evidence (docs/LOG.md)
 SMALLEST_SCATTER = 1e-4  # relative, of losses with four decimals
 GRID = 0.01  # relative; rows of one length or size agree to this
 GRID_NATS = 5.0  # evidence of a row that the factor puts on the grid of the others
@@ -70,7 +73,7 @@ class Split:
     factor: float  # of the column in these rows
     before: float  # mean absolute residual of one group
     after: float  # and of two
-    nats: float  # of evidence for two groups
+    nats: float  # of evidence for two groups; infinite if they complete a grid
 
 
 def group_warnings(even: Fit) -> list[str]:
@@ -79,24 +82,82 @@ def group_warnings(even: Fit) -> list[str]:
     even = replace(even, points=few, inputs=Inputs.of(few, even.inputs.center))
     if len(few) < len(even.theta) + FEWEST or type(even.law) not in (Chinchilla, Gamma):
         return []
-    tried = [split(even, "D"), split(even, "N")]
-    found = max(filter(None, tried), key=lambda one: one.nats, default=None)
-    if found is None or found.nats < SURE or found.after > MOST_LEFT * found.before:
+    found = _on_grid(even) or _by_loss(even)
+    if found is None:
         return []
-    # One size or length is worth a warning, whether its N or D is wrong or its rate is.
-    otherwise = None if found.whole else split(even, "loss")
-    if otherwise is not None and found.nats < otherwise.nats + CLEARER:
-        return []
+    grid = "form a grid and " if found.nats == np.inf else ""
     what = "bytes, repeats" if found.column == "D" else "embeddings, experts"
     by = f"divided by {found.factor:.3g}"
     if found.factor < 1:
         by = f"multiplied by {1 / found.factor:.3g}"
     return [
         f"{named_rows(few, np.flatnonzero(found.rows))}: with {found.column} {by}, the {len(few)} "
-        f"runs scatter {found.after:.2%} instead of {found.before:.2%} around a law: check whether "
-        f"{found.column} of these or of the other rows counts {what} or thousands, and whether all "
-        f"runs had the same recipe and data."
+        f"runs {grid}scatter {found.after:.2%} instead of {found.before:.2%} around a law: check "
+        f"whether {found.column} of these or of the other rows counts {what} or thousands, and "
+        f"whether all runs had the same recipe and data."
     ]
+
+
+def _on_grid(even: Fit) -> Split | None:
+    """Return the rows that a factor puts on the grid of the others, if the law then fits better."""
+    before = _scatter(even.residuals, len(even.theta))
+    found = []
+    for column, rows, factor in _off_grid(even.points):
+        corrected = getattr(even.points, column) * np.exp(-factor * rows)
+        other = fit(replace(even.points, **{column: corrected}), even.law)
+        after = _scatter(other.residuals, len(other.theta))
+        most = LEFT_ON_GRID if after < MOST_SCATTER else MOST_LEFT
+        if after < most * before:
+            found.append(Split(column, rows, False, float(np.exp(factor)), before, after, np.inf))
+    return min(found, key=lambda one: one.after, default=None)
+
+
+def _off_grid(points: Points) -> Iterator[tuple[str, npt.NDArray[np.bool_], float]]:
+    """Yield columns, rows and logs of factors without which the points would be a full grid."""
+    n, d = np.log(points.N), np.log(points.D)
+    # Every line of a grid, such as the runs of one size, has the same lengths, or ratios D/N.
+    for column, other, own in (("D", n, d), ("D", n, d - n), ("N", d, n), ("N", d, n - d)):
+        _, line, counts = np.unique(other, return_inverse=True, return_counts=True)
+        if len(counts) < 3 or counts.min() < counts.max():
+            continue
+        # Along a line the loss falls, so it gives the right order even if the column is wrong.
+        order = np.lexsort((-points.loss, line))
+        table = own[order].reshape(len(counts), -1)
+        low, high = table.min(axis=0), table.max(axis=0)
+        for right, factor in ((low, np.max(high - low)), (high, np.min(low - high))):
+            moved = np.abs(table - right) > GRID
+            alike = np.abs(table - right - factor * moved).max() <= GRID
+            # A single length may be a coincidence, and whole lines another design.
+            mixed = moved.any(axis=0).sum() > 1 and (moved.any(axis=1) > moved.all(axis=1)).any()
+            if alike and mixed and np.diff(right).min() > GRID and _likely(column, factor, moved):
+                yield column, moved.ravel()[np.argsort(order)], float(factor)
+
+
+def _likely(column: str, factor: float, rows: npt.NDArray[np.bool_]) -> bool:
+    """Whether the log factor is like one between units, and the rows neither few nor most."""
+    unit = column == "loss" or np.log(FACTORS[0]) <= abs(factor) <= np.log(FACTORS[1])
+    return bool(unit and max(FEWEST, rows.size / 10) <= rows.sum() <= rows.size / 2)
+
+
+def _by_loss(even: Fit) -> Split | None:
+    """Return the two groups that the losses show, if nothing else explains them as well."""
+    tried = [split(even, "D"), split(even, "N")]
+    found = max(filter(None, tried), key=lambda one: one.nats, default=None)
+    if found is None or found.nats < SURE or found.after > MOST_LEFT * found.before:
+        return None
+    # One size or length is worth a warning, whether its N or D is wrong or its rate is.
+    otherwise = None if found.whole else split(even, "loss")
+    nats = -np.inf if otherwise is None else otherwise.nats
+    if type(even.law) is Chinchilla:  # it may be off everywhere
+        gamma = fit(even.points, LAWS["gamma"])
+        after = _scatter(gamma.residuals, len(gamma.theta))
+        spare = len(even.points) - len(even.theta)
+        nats = max(nats, spare * np.log(found.before) - (spare - 1) * np.log(after))
+    return found if found.nats >= nats + CLEARER and found.after <= MOST_SCATTER else None
+
+
+def _scatter(residuals: Array, parameters: int) -> float:
+    return max(float(np.abs(residuals).sum()) / (len(residuals) - parameters), SMALLEST_SCATTER)
 
 
 def split(even: Fit, column: str) -> Split | None:
@@ -120,13 +181,12 @@ def _judged(even: Fit, law: TwoGroups, theta: Array, rows: npt.NDArray[np.bool_]
     if 2 * rows.sum() > n:
         rows, factor = ~rows, -factor
     k = int(rows.sum())
-    unit = law.column == "loss" or np.log(FACTORS[0]) <= abs(factor) <= np.log(FACTORS[1])
-    if not unit or k < max(FEWEST, n / 10):
+    if not _likely(law.column, factor, rows):
         return None
     spare = n - len(even.theta)
     residuals = law.log_loss(theta[None], even.inputs)[0][0] - law.measured
-    before = max(float(np.abs(even.residuals).sum()) / spare, SMALLEST_SCATTER)
-    after = max(float(np.abs(residuals).sum()) / (spare - 1), SMALLEST_SCATTER)
+    before = _scatter(even.residuals, len(even.theta))
+    after = _scatter(residuals, len(theta))
     nats = spare * np.log(before) - (spare - 1) * np.log(after)
     own, other = even.inputs.d, even.inputs.n
     if law.column == "N":

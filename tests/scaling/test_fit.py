@@ -246,6 +246,39 @@ def test_one_size_in_another_unit_is_named(factor: float) -> None:
     assert f"with N {'divided' if factor > 1 else 'multiplied'} by " in warning
 
 
+@pytest.mark.parametrize(
+    ("column", "factor", "rows"), [("D", 4.0, [1, 2, 3, 7]), ("N", 4.0, [6, 7, 8, 10])]
+)
+def test_rows_off_a_small_grid_are_named(column: str, factor: float, rows: list[int]) -> None:
+    """The losses alone do not show it: the law bends, and the runs still scatter only 0.3%."""
+    points = read_csv(Path(__file__).parent / "synthetic.csv")
+    assert not group_warnings(fit(points, LAWS["chinchilla"]))
+    values = getattr(points, column).copy()
+    values[rows] *= factor
+    (warning,) = group_warnings(fit(replace(points, **{column: values}), LAWS["chinchilla"]))
+    assert f"with {column} " in warning and "by 4, the 12 runs form a grid" in warning
+    if column == "D":  # with other rows divided by 4, N would form a grid, too
+        assert warning.startswith("7k-524k, 7k-1.05M, 7k-2.1M and 1 more: with D divided by 4")
+
+
+def test_lengths_that_look_like_a_damaged_grid_are_right() -> None:
+    """Some runs are twice as long as those of other sizes, and the law fits them as they are."""
+    N = np.repeat([1e6, 4e6, 16e6], 4)
+    D = np.array([1, 2, 4, 8, 1, 4, 8, 16, 1, 2, 8, 16]) * 1e8
+    loss = true_loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 0.003, 12))
+    points = Points(N, D, 6 * N * D, loss, tuple(map(str, range(12))), "C = 6·N·D")
+    assert not group_warnings(fit(points, LAWS["chinchilla"]))
+
+
+def test_a_law_that_is_off_everywhere_makes_no_second_group() -> None:
+    """The true law has a γ of 0.5, which Chinchilla's law cannot follow."""
+    N = np.repeat(np.geomspace(3e5, 1.8e8, 6), 3)
+    D = N * np.tile([5.0, 33.0, 215.0], 6)
+    loss = 0.3 + (6e5 * N**-0.86 + 9e6 * D**-0.82) ** 0.5
+    points = Points(N, D, 6 * N * D, loss, tuple(map(str, range(18))), "C = 6·N·D")
+    assert not group_warnings(fit(points, LAWS["chinchilla"]))
+
+
 def test_bytes_in_a_small_measured_ladder() -> None:
     points = read_csv(Path(__file__).parent / "h200.csv")
     D = points.D.copy()
