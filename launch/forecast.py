@@ -111,7 +111,7 @@ def forecast(
         recipe = recipe_of(size, arch, tokens, ladder, sets or ())
         place: Place = partial(predict.at_recipe, recipe=recipe, name=size)
     else:
-        place = _place(demand, size, tokens, params, flops, target_loss, targets)
+        place = _place(demand, size, tokens, params, flops, target_loss, targets, task)
     done = fit_to_forecast(rows.drop_highest(drop_highest), law, task)
     places = place(done)
     made = predict.forecast(done, places, unique)
@@ -254,6 +254,7 @@ def _place(
     flops: float | None,
     target_loss: float | None,
     targets: Path | None,
+    task: str | None,
 ) -> "Place":
     """Return a function from the law to the targets. Options are checked before the fit."""
     import numpy as np
@@ -281,9 +282,9 @@ def _place(
     problem = f"{' and '.join(named)} name {len(named)} targets; " if len(named) > 1 else ""
     if tokens is not None and len(named) == 1:
         problem = f"--tokens {tokens:g} has no effect with {named[0]}, which sets the length; "
+    others = "--flops C" if task else "--flops C, --target-loss L"
     raise ConfigError(
-        f"{problem}give one of --size S, --params N with --tokens D, --flops C, --target-loss L or "
-        f"--targets FILE.csv"
+        f"{problem}give one of --size S, --params N with --tokens D, {others} or --targets FILE.csv"
     )
 
 

@@ -95,18 +95,19 @@ def generate(
     # Imported after the checks, because torch takes seconds.
     import torch
 
-    from pipeline.checkpoint.restore import load_model
+    from pipeline.checkpoint.restore import load_model, run_config
     from pipeline.model import decode
     from pipeline.runs.directory import tokenizer_of
 
     gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if gpu else torch.float32
-    model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
+    config = run_config(run)
     warn_of_labels(run, config)
     _refuse_kind(config.model.stack, given)
     pieces = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)
     inputs = _inputs(config, pieces, [(text, before + text) for _, text in given], from_, to)
     _check_lengths(inputs, max_new, config)
+    model, _ = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
     sampling = decode.Sampling(temperature, top_k, top_p, seed)
     decode.lay_out(model)
     if stream:

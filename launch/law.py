@@ -41,11 +41,17 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
         raise ConfigError("give one of --runs DIR or --experiment NAME")
     if experiment is not None and experiment.strip(".") == "":
         raise ConfigError(f"experiment={experiment!r} is not a name; give one, or use --runs DIR")
-    # A local directory has priority, because the MLflow store may lag behind.
+    local = _directory(runs, experiment)
+    return read_experiment(str(experiment)) if local is None else read_runs(local)
+
+
+def _directory(runs: Path | None, experiment: str | None) -> Path | None:
+    """Return the directory of the runs; None if only the MLflow store has them."""
+    from pipeline.runs.history import find_runs
+
     local = runs or Path("runs") / str(experiment)
-    if experiment is not None and not local.is_dir():
-        return read_experiment(experiment)
-    return read_runs(local)
+    # A directory has priority, because the store may lag behind; but it may have only forecasts.
+    return local if runs or find_runs(local) else None
 
 
 def read_points(
@@ -77,7 +83,9 @@ def read_points(
     scored = found if task is None else scored_runs(found, task)
     # Only the envelope (Hoffmann's first approach) uses curves as they are.
     rows = points_of(scored, curves=law == "envelope")
-    ladder = ladder_of(found)
+    local = _directory(runs, experiment)
+    out = f"runs/{experiment}-" if local is None else f"{local}/"
+    ladder = replace(ladder_of(found), out=out, experiment=experiment)
     if ladder.problem:
         rows = replace(rows, warnings=(*rows.warnings, ladder.problem))
     return with_curves(rows, found) if curves else rows, ladder, found
@@ -149,11 +157,8 @@ def fit_to_forecast(rows: "Points", law: str, task: str | None) -> "Study":
 
 
 def forecasts_beside(runs: Path | None, experiment: str | None, points: Path | None) -> Path:
-    if runs is None and experiment:
-        runs = Path("runs") / experiment
-    if runs is None:
-        runs = points.parent if points else Path()
-    return runs / "forecasts"
+    there = points.parent if points else Path()
+    return (runs or (Path("runs") / experiment if experiment else there)) / "forecasts"
 
 
 @app.command(

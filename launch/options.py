@@ -93,7 +93,7 @@ TokenizerFile = Annotated[Path | None, Option("--tokenizer", help=_TOKENIZER_FIL
 # Where runs or points are read from, and the law fitted to them.
 _RUNS_DIR = "Directory of runs, such as runs/demo."
 RunsDir = Annotated[Path | None, path_option("--runs", text=_RUNS_DIR)]
-_EXPERIMENT = "Experiment: the runs in runs/NAME if it exists, otherwise those in MLflow."
+_EXPERIMENT = "Experiment: the runs in runs/NAME if there are any, otherwise those in MLflow."
 Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
 _POINTS_FILE = "CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention)."
 PointsFile = Annotated[Path | None, path_option("--points", text=_POINTS_FILE)]

@@ -109,6 +109,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
         "arch": model.arch,
         "shape": _shape(config),
         "seq": model.seq,
+        "source_seq": model.source_seq,  # of the encoder beside a decoder; otherwise None
         "vocab": model.vocab,
         "parts": _parts(model),
         "params": {
@@ -195,7 +196,8 @@ def _print_one(figures: dict[str, Any]) -> None:
     batch = f"batch {settings['batch_tokens']:,} tokens · warmup {settings['warmup_steps']}"
     about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     about.add_column(style="bold")
-    about.add_row("shape", f"{size}, vocab {figures['vocab']:,}, seq {figures['seq']:,}")
+    seq = " → ".join(f"{figures[key]:,}" for key in ("source_seq", "seq") if figures[key])
+    about.add_row("shape", f"{size}, vocab {figures['vocab']:,}, seq {seq}")
     about.add_row("parameters", f"{counts} · {counted['scaling']} as N in scaling laws")
     if figures["parts"]:
         about.add_row("parts", " · ".join(figures["parts"]))

@@ -60,6 +60,8 @@ def forecast(
 
     if chance is None and runs:
         chance = accuracy.chance_of(runs, task)
+    prefix = f"With the bits per byte of {task} as the loss: "
+    warnings = [prefix + text if "loss" in text else text for text in warnings]
     found, more = accuracy.forecast(done, task, made, chance)
     data: dict[str, Any] = {"law": done.name, "task": task, "warnings": [*warnings, *more]}
     if len(found) == 1:

@@ -1,5 +1,6 @@
 """Find the newest intact checkpoint, load it into an engine of any layout, or read its weights."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -67,8 +68,10 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
-def newest(path: Path) -> Checkpoint:
-    """Open and check a checkpoint, or the newest of a run directory or its `checkpoints`."""
+def newest(path: Path, *, whole: bool = True) -> Checkpoint:
+    """Open a checkpoint, or the newest of a run or its `checkpoints`; check it, `whole` or not."""
+    if not os.path.lexists(path):  # which is False, too, for a name that is too long
+        raise RunError(f"{path} does not exist; give a run directory or a checkpoint in it")
     for root in (path / "checkpoints", path):
         found = list_checkpoints(root)
         if found:
@@ -82,7 +85,7 @@ def newest(path: Path) -> Checkpoint:
             raise RunError(f"{path} is a Hugging Face directory; {remedy}")
     try:
         checkpoint = read_manifest(path)
-        check_files(checkpoint, sorted(checkpoint.manifest.files))
+        check_files(checkpoint, [n for n in checkpoint.manifest.files if whole or n == CONFIG])
     except DamagedError as error:
         raise RunError(
             f"no intact checkpoint at {path} ({error}); give a run directory or an older checkpoint"
@@ -217,7 +220,7 @@ class Weights(Mapping[str, Tensor]):
 
 def run_config(directory: Path) -> RunConfig:
     """Return the config of a run, or of the run that a checkpoint belongs to."""
-    return _config_of(newest(directory))
+    return _config_of(newest(directory, whole=False))
 
 
 def _config_of(checkpoint: Checkpoint) -> RunConfig:

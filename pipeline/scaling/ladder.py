@@ -17,6 +17,7 @@ from pipeline.planner.count import params
 from pipeline.planner.work import training_flops
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
+from pipeline.units import count
 
 # Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
 OWN_SETTINGS = (
@@ -37,6 +38,8 @@ class Ladder:
     recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
     arch: str | None = None
     problem: str | None = None  # warning, if the settings could not be read
+    out: str | None = None  # what the path of a further run begins with, for `launch score`
+    experiment: str | None = None  # if it was asked for by this name
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,8 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
         here = any((run.path / "config.toml").exists() for run in runs)
         problem = f"{error}: the recipe of a forecast lacks the runs' settings." if here else None
         recipe = str(record.get("recipe", RECIPE))
-        settings: dict[str, Any] = {"recipe": recipe}
-        if record.get("seq"):
-            settings["model.seq"] = int(record["seq"])
+        lengths = [key for key in ("seq", "source_seq") if record.get(key)]
+        settings = {"recipe": recipe} | {f"model.{key}": int(record[key]) for key in lengths}
         arch = record.get("arch")
         return Ladder(settings, vocab, recipe=recipe, arch=arch, problem=problem)
     first, *others = [_own_recipe(config) for config in configs]
@@ -158,6 +160,9 @@ def recipe_of(
     words += ["--steps", str(train.steps)]
     words += [word for text in every.values() for word in ("--set", text)]
     D = float(train.steps * train.batch_tokens)
+    if ladder.out is not None:  # named like the runs of a sweep
+        words += ["--out", f"{ladder.out}{size}-{count(D)}"]
+    words += ["--experiment", ladder.experiment] if ladder.experiment else []
     C = D * training_flops(config).model
     N = params(config.model).scaling
     return Recipe(N, D, C, lr, train.batch_tokens, train.steps, shlex.join(words))

@@ -118,7 +118,8 @@ def clean(points: Points) -> Points:
             dropped.append(f"{name}: experts={row['experts']:g} is not a whole number")
         elif not 0 <= accuracy <= 1:
             # Percentages are the usual mistake.
-            dropped.append(f"{name}: accuracy={accuracy:g} is not a share; divide percent by 100")
+            remedy = "divide percent by 100" if accuracy > 1 else "give one from 0 to 1"
+            dropped.append(f"{name}: accuracy={accuracy:g} is not a share; {remedy}")
         # A repeated row adds no information, but would make the intervals too narrow.
         elif tuple(row.values()) in seen:
             dropped.append(f"{name}: repeats an earlier row")

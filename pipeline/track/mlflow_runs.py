@@ -42,6 +42,7 @@ IN_CONFIG = {
     "arch": "model.arch",
     "vocab": "model.vocab",
     "seq": "model.seq",
+    "source_seq": "model.source_seq",  # of an encoder–decoder; not a key of run.json
     "data": "data.hash",
     "batch_tokens": "train.batch_tokens",
     "steps": "train.steps",
@@ -224,7 +225,7 @@ def read_experiment(experiment: str) -> list[Run]:
     """Read every run of an experiment from the configured store, or the local database."""
     uri = configured()
     if uri is None:
-        text = f"experiment={experiment}: no runs/{experiment} here and no MLflow store"
+        text = f"experiment={experiment}: no runs in runs/{experiment} and no MLflow store"
         raise RunError(f"{text}; set MLFLOW_TRACKING_URI")
     with connect(uri, experiment) as client:
         found = [read(client, run) for _, run in search(client, uri, experiment)]

@@ -12,10 +12,10 @@ from pipeline.units import byte_size
 
 
 def check_path(out: Path) -> None:
-    """Refuse a name that is too long or a parent directory that may not be read."""
+    """Refuse a file, a name that is too long or a directory that may not be read."""
     try:
-        out.lstat()
-    except (FileNotFoundError, NotADirectoryError):
+        os.scandir(out).close()
+    except FileNotFoundError:
         return
     except OSError as error:
         name = str(out) if len(str(out)) <= 100 else f"{str(out)[:100]}…"

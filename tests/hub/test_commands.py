@@ -18,7 +18,7 @@ from pipeline.config.layers import load
 from pipeline.data.shards import Manifest
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.hub.exporting import _write_tokenizer
-from tests.conftest import launch, records
+from tests.conftest import flip_bit, launch, records
 from tests.data.conftest import some_texts
 
 SMALL = ("--no-track", "--nproc", 1, "--quiet", "--set", "model.seq=64")
@@ -129,6 +129,12 @@ def test_prompts_are_continued(trained, inside, tmp_path):
     beams = [json.loads(inside(*given, "--prompt", "the ", "--json", "--beam", n)) for n in (1, 4)]
     assert beams[1]["log_likelihood"] >= beams[0]["log_likelihood"] - 1e-4
     assert beams[0]["tokens"] == json.loads(inside(*given, "--prompt", "the ", "--json"))["tokens"]
+    asked = ("generate", "--prompt", "a", "--run", tmp_path / "copy")
+    assert "copy does not exist; give a run" in inside(*asked, code=2)
+    shutil.copytree(trained, tmp_path / "copy")
+    flip_bit(next((tmp_path / "copy").rglob("*.bin")))
+    assert "checksum differs" in inside(*asked, code=2)
+    assert "--max-new 99999 is too many" in inside(*asked, "--max-new", 99999, code=2)
 
 
 def test_another_tokenizer_is_an_error_everywhere(trained, corpus, inside, tmp_path):

@@ -62,6 +62,7 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
         ("--data DATA --engine accelerate --zero 1", ["--zero 0"]),
         ("--data DATA --flops 1e308", ["train.flops=1e+308: must be less than or equal to 1e38"]),
         ("--data DATA --out /proc/run", ["/proc/run"]),
+        ("--data DATA --out file --slurm --dry-run", ["--out file: Not a directory; choose another"]),
         ("--data DATA --gpus-per-node 0", ["--gpus-per-node", "--slurm"]),
         ("--data DATA --recipe adamw --zero 3 --set parallel.offload.optimizer=nvme --set parallel.offload.path=nowhere",
          ["parallel.offload.path=nowhere"]),

@@ -23,6 +23,7 @@ def test_show_counts_the_1b_shape(inside):
     text = inside("show", "--size", "1b", "--cluster", "h100")
     assert "1.11B total" in text and "ZeRO" in text and "✓" in text and "--zero 1" in text
     assert "least memory within 1% of the fastest" in " ".join(text.split())
+    assert "seq 512 → 114" in inside("show", "--size", "27k", "--arch", "t5")
 
 
 def test_show_lays_out_a_routed_model_over_nodes(inside):

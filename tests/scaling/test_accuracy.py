@@ -181,10 +181,15 @@ def test_points_of_a_file(tmp_path: Path, launch) -> None:
     truth = float(true_accuracy(true_bits(np.array(120 * 9e7**2))))
     assert made["accuracy"] == pytest.approx(truth, abs=0.03)
     assert made["low"] < truth < made["high"]
-    bad = ["N,D,loss,quiz/bpb,quiz/accuracy", "1e6,2e7,3,1.2,40", *lines]  # a percentage
-    file.write_text("\n".join(bad))
-    left_out = json.loads(launch(*call, "--task quiz --chance 0.25"))["warnings"]
-    assert any("accuracy=40 is not a share" in line for line in left_out)
+    for wrong in ("-0.25 is not a share; give one", "40 is not a share; divide percent"):
+        bad = ["N,D,loss,quiz/bpb,quiz/accuracy", f"1e6,2e7,3,1.2,{wrong.split()[0]}", *lines]
+        file.write_text("\n".join(bad))
+        left_out = json.loads(launch(*call, "--task quiz --chance 0.25"))["warnings"]
+        assert any(f"accuracy={wrong}" in line for line in left_out)
+    coarse = [f"{1e6 * 2**i},{2e7 * 2**i},3,{4 - 0.3 * i:.1f},{0.3 + i / 20}" for i in range(8)]
+    file.write_text("\n".join([bad[0], *coarse]))
+    warnings = json.loads(launch(*call, "--task quiz --chance 0.25"))["warnings"]
+    assert any("bits per byte of quiz as the loss: 8 of 8 losses" in text for text in warnings)
     rising = [f"{1e6 * 2**i},{2e7 * 2**i},3,{1 + i},0.5" for i in range(6)]
     file.write_text("\n".join([bad[0], *rising]))
     with pytest.raises(
@@ -202,6 +207,7 @@ def test_points_of_a_file(tmp_path: Path, launch) -> None:
         ("--task piqa --params 2e7 --tokens 4e8", "task=piqa: none of 3 runs logged piqa/accuracy"),
         ("--task pairs --chance 1 --params 2e7 --tokens 4e8", "chance=1.0 must be"),
         ("--task pairs --target-loss 2", "cannot be combined with --target-loss"),
+        ("--task pairs", "give one of .* --flops C or --targets"),
         ("--task pairs --law isoflop --flops 1e18", "law=isoflop"),
     ],
 )

@@ -219,6 +219,7 @@ def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch, corpus: Pat
     assert made["recipe"]["lr"] == 2e-3 and made["recipe"]["batch_tokens"] == 1024
     words = shlex.split(made["recipe"]["command"])
     assert words[:4] == ["launch", "pretrain", "--size", "3m"]
+    assert words[words.index("--out") + 1].startswith(f"{ladder}/3m-")  # `launch score` finds it
     sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     assert {"model.seq=128", "optim.lr=0.002", "train.batch_tokens=1024"} <= set(sets)
     # The first is not a part of the recipe, and `launch pretrain` would refuse the second.

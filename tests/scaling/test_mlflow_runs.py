@@ -12,6 +12,7 @@ from pipeline.config.layers import load
 from pipeline.errors import RunError
 from pipeline.planner.check import resolve
 from pipeline.runs.history import read_runs
+from pipeline.scaling.ladder import ladder_of
 from pipeline.scaling.points import points_of
 from pipeline.track.mlflow_runs import read_experiment, record_of
 from tests.scaling.made_runs import make_run
@@ -102,12 +103,18 @@ def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
 
 def test_a_forecast_has_the_recipe_of_the_runs(stored: Path, launch) -> None:
     asked = "forecast --experiment demo --size 3m --json"
-    assert "recipe=adamw" in json.loads(launch(asked))["recipe"]["command"]  # the old default
+    command = json.loads(launch(asked, "--register"))["recipe"]["command"]
+    assert "recipe=adamw" in command  # the old default
+    assert command.endswith("--experiment demo") and "--out runs/demo-3m-" in command
+    assert "not yet" in launch("score --experiment demo")  # runs/demo has only the forecast
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("demo")
     for run in client.search_runs([experiment.experiment_id]):
         client.log_param(run.info.run_id, "recipe", "muon")
     assert "recipe=muon" in json.loads(launch(asked))["recipe"]["command"]
+    for run in client.search_runs([experiment.experiment_id]):
+        client.log_param(run.info.run_id, "model.source_seq", "512")
+    assert ladder_of(read_experiment("demo")).settings["model.source_seq"] == 512
 
 
 def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
