@@ -16,7 +16,7 @@ import networkx
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 38_137  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
+LINES = 38_138  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
 FILES = 174  # the goal is 115 for what 0.1.0 had
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60

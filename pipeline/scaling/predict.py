@@ -66,10 +66,11 @@ def read_targets(path: Path) -> dict[str, Any]:
     for key, values in found.items():
         wrong = [row for row, value in zip(rows, values, strict=True) if not 0 < value < MOST]
         if wrong:
-            cell = wrong[0].get(key) or "an empty cell"
+            cell = wrong[0].get(key)
+            named = f"{key}={cell}" if cell else f"{key} is empty; it"
             raise ConfigError(
-                f"targets={path}:{wrong[0][LINE]}: {key}={cell} must be a number above zero and "
-                f"below {MOST:g}, such as 1e9"
+                f"targets={path}:{wrong[0][LINE]}: {named} must be a number above zero and below "
+                f"{MOST:g}, such as 1e9"
             )
     for key in KINDS:
         kinds = {row[key] for row in rows if row.get(key)}
