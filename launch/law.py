@@ -50,7 +50,8 @@ def _directory(runs: Path | None, experiment: str | None) -> Path | None:
     from pipeline.runs.history import find_runs
 
     local = runs or Path("runs") / str(experiment)
-    # A directory has priority, because the store may lag behind; but it may have only forecasts.
+    # A local directory has priority, because the MLflow store may lag behind, but only if it has
+    # runs and not just forecasts.
     return local if runs or find_runs(local) else None
 
 
@@ -84,6 +85,7 @@ def read_points(
     # Only the envelope (Hoffmann's first approach) uses curves as they are.
     rows = points_of(scored, curves=law == "envelope")
     local = _directory(runs, experiment)
+    # Beside runs/NAME: a run inside it would hide those in MLflow.
     out = f"runs/{experiment}-" if local is None else f"{local}/"
     ladder = replace(ladder_of(found), out=out, experiment=experiment)
     if ladder.problem:
@@ -157,8 +159,11 @@ def fit_to_forecast(rows: "Points", law: str, task: str | None) -> "Study":
 
 
 def forecasts_beside(runs: Path | None, experiment: str | None, points: Path | None) -> Path:
-    there = points.parent if points else Path()
-    return (runs or (Path("runs") / experiment if experiment else there)) / "forecasts"
+    if runs is None and experiment:
+        runs = Path("runs") / experiment
+    if runs is None:
+        runs = points.parent if points else Path()
+    return runs / "forecasts"
 
 
 @app.command(

@@ -56,31 +56,33 @@ class _Side:
         self.name = name
         self.seconds: list[float] = []
         self._step = step  # returns the loss without waiting for the device
-        self._device = world.device
+        self.device = world.device
         self._pending: tuple[Tensor, DeviceTime] | None = None
+        self._ended = DeviceTime(world.device)
         # At the learning rate 0, a step compiles and does not change the weights.
         self.losses = [step(batch, 0.0).item()]
         self._own_bytes = _allocated_bytes() - before
         self.peak_bytes = 0.0
 
-    def launch(self, batch: Batch, lr: float) -> None:
-        """Launch a step, then wait for the one before, if any, so that the device has work."""
+    def launch(self, batch: Batch, lr: float, began: DeviceTime) -> None:
+        """Launch a step, and then wait for the previous step if it is pending. If none is, the time
+        of this step begins at `began`."""
         if self._pending is None:
-            self._ended = DeviceTime(self._device)
+            self._ended = began
         # Both sides share the memory of one GPU, so subtract the memory of the other one.
         others_bytes = _allocated_bytes() - self._own_bytes
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         # torch copies into pinned memory, so that nothing waits here.
         loss = self._step(batch, lr).to("cpu", non_blocking=True)
-        ended = DeviceTime(self._device)
+        ended = DeviceTime(self.device)
         peak = peak_memory_bytes() - (others_bytes if torch.cuda.is_available() else 0)
         self.peak_bytes = max(self.peak_bytes, peak)
         self.settle()
         self._pending = (loss, ended)
 
     def settle(self) -> None:
-        """Wait for the pending step, whose time begins at the end of the one before."""
+        """Wait for the pending step; record its loss and its time since the previous step ended."""
         if self._pending is not None:
             loss, ended = self._pending
             ended.wait()
@@ -163,44 +165,41 @@ def _timed_steps(
     steps: int,
     progress: Callable[[str], object],
 ) -> Generator[tuple[str, Any], None, float]:
-    """Yield the mean loss of each tenth of the steps, return the median wait for a batch.
+    """Time steps; yield the mean loss of each tenth of them, return the median wait for a batch.
 
-    The loss of a single batch would be too noisy to compare two trainers. Alone, our steps overlap
-    on the host as in training; two trainers take turns, and each step is waited for.
+    Alone, our steps overlap on the host as in training. Two trainers take turns, and each step is
+    waited for. The loss of a single batch would be too noisy to compare them.
     """
     waited_s = []
-    tenth = -(-steps // 10)  # rounded up
-    show_losses = theirs is not None or tenth > 1
     for step in range(steps):
         progress(f"step {step + 1} of {steps}")
-        began = time.perf_counter()
+        began = DeviceTime(ours.device)
+        began_s = time.perf_counter()
         batch = next(batches)
+        waited_s.append(time.perf_counter() - began_s)
         lr = learning_rate(config.optim.schedule, config.optim.lr, step, steps)
-        waited_s.append(time.perf_counter() - began)
-        ours.launch(batch, lr)
+        ours.launch(batch, lr, began)
         if theirs is not None:
             ours.settle()
-            # The wait is part of our step. The peer gets the same batch from memory.
-            ours.seconds[-1] += waited_s[-1]
-            theirs.launch(batch, lr)
+            # The peer gets the same batch from memory, so it does not wait for it.
+            theirs.launch(batch, lr, DeviceTime(theirs.device))
             theirs.settle()
-        last_step = step + 1 == steps
-        show = show_losses and (last_step or (step + 1) % tenth == 0)
-        if last_step or show:
-            ours.settle()
-        if show:
-            last = step % tenth + 1
-            yield _losses(f"loss of steps {step + 2 - last} to {step + 1}", ours, theirs, last)
-    if show_losses:
-        yield _losses(f"loss of all {steps} steps", ours, theirs, steps)
+    ours.settle()
+    tenth = -(-steps // 10)  # rounded up
+    if theirs is not None or tenth > 1:
+        for start in range(0, steps, tenth):
+            stop = min(start + tenth, steps)
+            yield _losses(f"loss of steps {start + 1} to {stop}", ours, theirs, start, stop)
+        yield _losses(f"loss of all {steps} steps", ours, theirs, 0, steps)
     return statistics.median(waited_s)
 
 
-def _losses(what: str, ours: _Side, theirs: _Side | None, last: int) -> tuple[str, str]:
-    own = statistics.fmean(ours.losses[-last:])
+def _losses(what: str, ours: _Side, theirs: _Side | None, start: int, stop: int) -> tuple[str, str]:
+    timed = slice(start + 1, stop + 1)  # the first loss is that of the step that compiled
+    own = statistics.fmean(ours.losses[timed])
     if theirs is None:
         return what, f"{own:.4f}"
-    other = statistics.fmean(theirs.losses[-last:])
+    other = statistics.fmean(theirs.losses[timed])
     difference = f"{100 * (own / other - 1):+.2f}%"
     return f"{what}, ours and {theirs.name}'s", f"{own:.4f} {other:.4f} {difference}"
 

@@ -69,9 +69,14 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
 
 
 def newest(path: Path, *, whole: bool = True) -> Checkpoint:
-    """Open a checkpoint, or the newest of a run or its `checkpoints`; check it, `whole` or not."""
-    if not os.path.lexists(path):  # which is False, too, for a name that is too long
-        raise RunError(f"{path} does not exist; give a run directory or a checkpoint in it")
+    """Open a checkpoint, or the newest of a run or its `checkpoints`. Check all of its files, or
+    only its config if it need not be `whole`."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        problem = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+        remedy = "give a run directory or a checkpoint in it"
+        raise RunError(f"{path}: {problem}; {remedy}") from None
     for root in (path / "checkpoints", path):
         found = list_checkpoints(root)
         if found:

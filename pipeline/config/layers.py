@@ -333,9 +333,11 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     text = text.replace("String should", "must").replace(str(10**38), "1e38")
     if last == "bool":  # the first type of a union; pydantic reports each type separately
-        arms = (e for e in error.errors() if e["loc"][:-1] == first["loc"][:-1])
+        arms = [e for e in error.errors() if e["loc"][: len(path)] == tuple(path)]
         words = [e["ctx"]["expected"] for e in arms if e["type"] == "literal_error"]
-        text = f"must be true or false, or {''.join(words) or 'two numbers, such as [50, 500]'}"
+        pair = "two positive whole numbers, such as [50, 500]"  # of the only union without words
+        *most, final = ["false", *" or ".join(words or [pair]).split(" or ")]
+        text = f"must be true, {', '.join(most)} or {final}"
     # Pydantic's messages for these three errors do not explain what to write instead.
     if first["type"] == "int_parsing_size":
         text = "must be less than 2^63"

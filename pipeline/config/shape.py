@@ -292,7 +292,8 @@ def divisors(n: int) -> list[int]:
 
 
 def cross(size: Size, arch: Arch, seq: int) -> dict[str, Any]:
-    """The model table of a run config without vocabulary. Rows have at most `seq` tokens."""
+    """The model table of a run config without vocabulary. `seq` is the length of rows in
+    configs/base.toml, which an architecture may only shorten."""
     # Small sizes keep a rank below their width.
     rank = None if arch.embedding_rank is None else min(arch.embedding_rank, size.width // 2)
     return {

@@ -5,8 +5,9 @@ of ranks and a resumed run sees the same rows. Losses are means of means over mi
 ranks, so every row should predict the same number of tokens. Where rows differ (padding,
 translations, answers and mixtures), the loader adds the mean number of targets (`Example.counts`).
 
-Masks and spans are made for many rows at once: row by row, the loader's thread would hold the
-interpreter's lock while training waits. Their functions accept one row, (S), or several, (R, S).
+Masks, spans and pairs are made for many rows at once: row by row, the loader's thread would hold
+the interpreter's lock while training waits. The functions of masks and spans accept one row, (S),
+or several, (R, S).
 """
 
 from collections import defaultdict
@@ -190,7 +191,7 @@ def join_halves(
     # Both parts have at least a quarter of the text.
     border_R1 = half // 2 + together.below(half, 1)
     label_R1 = together.below(2, 1)
-    for row in draws:
+    for row in draws:  # `another` and the masks use the next numbers of each row
         row.drawn = together.drawn
     place_S = np.arange(size)
     if objective.pairs == "next":

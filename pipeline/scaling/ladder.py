@@ -38,8 +38,8 @@ class Ladder:
     recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
     arch: str | None = None
     problem: str | None = None  # warning, if the settings could not be read
-    out: str | None = None  # what the path of a further run begins with, for `launch score`
-    experiment: str | None = None  # if it was asked for by this name
+    out: str | None = None  # how the --out of a further run begins, so that `launch score` finds it
+    experiment: str | None = None  # the name given with --experiment
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Find rows whose D or N is in another unit, such as bytes: they form a second group of runs.
 
-Most ladders are grids: if a factor on some rows completes the grid, the law only has to fit better.
+Most ladders are grids: if a factor on some rows completes the grid, a tenth less scatter is enough.
 Otherwise the law gets this factor as a parameter, and the gain must pay for the choice of the rows.
 """
 
@@ -26,7 +26,7 @@ MOST_ROWS = 150  # a table of twice as many is thinned
 SURE = 5.0  # nats of evidence; clean made ladders had less than 1 (docs/LOG.md)
 CLEARER = 2.0  # nats more than for a factor on the loss
 MOST_LEFT = 1 / 3  # of the scatter; public sets of unlike runs keep 0.38 or more
-LEFT_ON_GRID = 0.9  # clean ladders that look like a damaged grid keep more
+LEFT_ON_GRID = 0.9  # most clean ladders that look like a damaged grid keep more (docs/LOG.md)
 MOST_SCATTER = 0.01  # relative; for more, the losses alone are no evidence (docs/LOG.md)
 SMALLEST_SCATTER = 1e-4  # relative, of losses with four decimals
 GRID = 0.01  # relative; rows of one length or size agree to this
@@ -77,7 +77,8 @@ class Split:
 
 
 def group_warnings(even: Fit) -> list[str]:
-    """Return a warning about rows that fit the law of the others with D or N in another unit."""
+    """Return a warning about rows that fit the grid or the law of the others with D or N in another
+    unit."""
     few = even.points.take(even.points.thinned(MOST_ROWS))
     even = replace(even, points=few, inputs=Inputs.of(few, even.inputs.center))
     if len(few) < len(even.theta) + FEWEST or type(even.law) not in (Chinchilla, Gamma):
@@ -117,7 +118,8 @@ def _off_grid(points: Points) -> Iterator[tuple[str, npt.NDArray[np.bool_], floa
     n, d = np.log(points.N), np.log(points.D)
     # Every line of a grid, such as the runs of one size, has the same lengths, or ratios D/N.
     for column, other, own in (("D", n, d), ("D", n, d - n), ("N", d, n), ("N", d, n - d)):
-        _, line, counts = np.unique(other, return_inverse=True, return_counts=True)
+        line = _lines(other)
+        counts = np.bincount(line)
         if len(counts) < 3 or counts.min() < counts.max():
             continue
         # Along a line the loss falls, so it gives the right order even if the column is wrong.
@@ -127,7 +129,7 @@ def _off_grid(points: Points) -> Iterator[tuple[str, npt.NDArray[np.bool_], floa
         for right, factor in ((low, np.max(high - low)), (high, np.min(low - high))):
             moved = np.abs(table - right) > GRID
             alike = np.abs(table - right - factor * moved).max() <= GRID
-            # A single length may be a coincidence, and whole lines another design.
+            # One moved length may be a coincidence, and a whole moved line may be planned.
             mixed = moved.any(axis=0).sum() > 1 and (moved.any(axis=1) > moved.all(axis=1)).any()
             if alike and mixed and np.diff(right).min() > GRID and _likely(column, factor, moved):
                 yield column, moved.ravel()[np.argsort(order)], float(factor)
@@ -148,7 +150,7 @@ def _by_loss(even: Fit) -> Split | None:
     # One size or length is worth a warning, whether its N or D is wrong or its rate is.
     otherwise = None if found.whole else split(even, "loss")
     nats = -np.inf if otherwise is None else otherwise.nats
-    if type(even.law) is Chinchilla:  # it may be off everywhere
+    if type(even.law) is Chinchilla:  # which may misfit all runs, so that groups imitate the γ-law
         gamma = fit(even.points, LAWS["gamma"])
         after = _scatter(gamma.residuals, len(gamma.theta))
         spare = len(even.points) - len(even.theta)
@@ -203,7 +205,14 @@ def _judged(even: Fit, law: TwoGroups, theta: Array, rows: npt.NDArray[np.bool_]
 
 
 def _distinct(values: Array) -> int:
-    return 1 + int((np.diff(np.sort(values)) > GRID).sum())
+    return 1 + int(_lines(values).max())
+
+
+def _lines(values: Array) -> npt.NDArray[np.int64]:
+    """Number the values from the smallest; values that agree get the same number."""
+    order = np.argsort(values)
+    is_next = np.diff(values[order], prepend=values.min()) > GRID
+    return np.cumsum(is_next, dtype=np.int64)[np.argsort(order)]
 
 
 def _onto_grid(own: Array, other: Array, rows: npt.NDArray[np.bool_], factor: float) -> int:

@@ -160,10 +160,11 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
     spec = _load(request, corpus)
     run = RunDir(request.out or Path("runs") / spec.experiment / spec.name)
     before = reload(run.config) if run.exists and request.resume else None
-    was = before.model.learned_positions if before and request.size else 0
-    if was == _OLD_SEQ and was != spec.model.learned_positions:  # an older release started it
-        defaults = merge({"model": {"seq": was}}, request.defaults or {})
-        spec = _load(replace(request, defaults=defaults), corpus)
+    if before and request.size and before.model.seq != spec.model.seq:
+        # The run may be from an older release, with that release's default length.
+        defaults = merge({"model": {"seq": _OLD_SEQ}}, request.defaults or {})
+        older = _load(replace(request, defaults=defaults), corpus)
+        spec = older if older.model.seq == before.model.seq else spec
 
     def resized(size: str) -> RunSpec:
         return _load(replace(request, size=size), corpus)

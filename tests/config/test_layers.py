@@ -186,11 +186,14 @@ def test_rows_have_the_published_length_unless_another_is_given(arch, tmp_path, 
     assert (longest(), file, longest(sets=["model.seq=2048"])) == (64, 96, 2048)
 
 
-def test_a_run_of_an_older_release_keeps_its_length(corpus, tmp_path):
-    asked = Request("tiny", "t5", data=corpus, out=tmp_path / "run", sets=["model.seq=2048"])
-    first = plan_run(asked, Devices(0, 2**36, "CPU")).commit().config
-    again = plan_run(replace(asked, sets=(), resume=True), Devices(0, 2**36, "CPU"))
-    assert (again.config, first.model.source_seq) == (first, 2048)
+@pytest.mark.parametrize(("arch", "source"), [("t5", 2048), ("bart", 4096)])
+def test_a_run_of_an_older_release_keeps_its_length(corpus, tmp_path, arch, source):
+    sets = [f"model.source_seq={source}"] if arch == "bart" else []
+    asked = Request("tiny", arch, data=corpus, out=tmp_path / "run", sets=sets)
+    before = replace(asked, sets=[*sets, "model.seq=2048"])
+    first = plan_run(before, Devices(0, 2**36, "CPU")).commit().config
+    again = plan_run(replace(asked, resume=True), Devices(0, 2**36, "CPU"))
+    assert (again.config, first.model.source_seq) == (first, source)
 
 
 def test_a_kind_that_changes_replaces_its_table():

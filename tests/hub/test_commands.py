@@ -130,7 +130,7 @@ def test_prompts_are_continued(trained, inside, tmp_path):
     assert beams[1]["log_likelihood"] >= beams[0]["log_likelihood"] - 1e-4
     assert beams[0]["tokens"] == json.loads(inside(*given, "--prompt", "the ", "--json"))["tokens"]
     asked = ("generate", "--prompt", "a", "--run", tmp_path / "copy")
-    assert "copy does not exist; give a run" in inside(*asked, code=2)
+    assert "copy: does not exist; give a run" in inside(*asked, code=2)
     shutil.copytree(trained, tmp_path / "copy")
     flip_bit(next((tmp_path / "copy").rglob("*.bin")))
     assert "checksum differs" in inside(*asked, code=2)

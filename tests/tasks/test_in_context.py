@@ -201,7 +201,7 @@ def test_what_cannot_be_measured_is_refused(corpus, tmp_path, inside):
         "model.seq of 16 or more": (*on, "--set", "model.seq=8"),
         "at most model.seq=64": ("--set", "eval.in_context=[9, 65]"),
         "two tokens in order": ("--set", "eval.in_context=[9, 9]"),
-        "true or false, or two numbers": ("--set", "eval.in_context=[9]"),
+        "true, false or two positive": ("--set", "eval.in_context=[9]"),
     }.items():
         options = ("--data", corpus, "--out", tmp_path / "x", *asked)
         assert words in inside("pretrain", *TINY, *options, code=2)
