@@ -159,7 +159,7 @@ def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
             print(f"  {share.name}: {share.tokens:,} tokens, {weight}{epochs}")
     # A hash of its text decides whether a document is held out, so a small corpus may get none.
     if not valid.tokens:
-        print("no document was held out: raise --valid-share to measure a held-out loss")
+        print("no document was held out, and training needs some: raise --valid-share")
 
 
 @app.command(

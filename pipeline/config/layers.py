@@ -59,9 +59,12 @@ def load(
         assert size is not None
         shape = _named_model(size, arch, base["model"]["seq"])
     own = [*_own_layers(file, sets), over or {}]
+    lengths: Any = reduce(merge, own).get("model")
+    if model is not None and isinstance(lengths, Mapping) and "seq" in lengths:
+        # The weights' other length does not fit the new one, unless it is given, too.
+        shape = {"model": {key: model[key] for key in model if key != "source_seq"}}
     layers = [base, shape, recipe_layer([shape, *own]), data or {}]
-    if cluster:
-        layers.append(named_table("cluster", cluster))
+    layers += [named_table("cluster", cluster)] if cluster else []
     table = reduce(merge, [*layers, *own])
     table = merge(table, _generator(table))
     objective = validate(_Predicted, {"objective": table["objective"]}).objective

@@ -209,8 +209,10 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
         other = "objective.pairs=next, or " if isinstance(objective, Masked) else ""
         return f"{text}; set {other}model.row_classes=0"
     if apart and (pairs or isinstance(objective, Prefix | Spans | Mixture | Denoise | Answers)):
-        text = f"{key} reads rows of running text, not documents kept apart"
-        return f'{text}; remove data.documents=true and data.packing="best-fit"'
+        cause = "objective.pairs" if pairs else key
+        text = f"{cause} reads rows of running text, not documents kept apart"
+        other = ", or set objective.pairs=none and model.row_classes=0" if pairs else ""
+        return f'{text}; remove data.documents=true and data.packing="best-fit"{other}'
     if apart and isinstance(objective, Pairs):
         text = f"{key} always keeps pairs apart and packs them"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'

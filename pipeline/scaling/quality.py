@@ -228,13 +228,13 @@ def unit_warnings(points: Points) -> list[str]:
 
 def _lone_warnings(points: Points, ratio: Array) -> list[str]:
     """Warn about one run with far fewer or far more tokens per parameter than all others."""
-    order = np.argsort(ratio)
-    if len(order) < 4:
-        return []
     found = []
-    for lone, nearest in ((order[0], order[1]), (order[-1], order[-2])):
+    order = np.argsort(ratio)
+    ends = ((order[0], order[1]), (order[-1], order[-2])) if len(order) > 3 else ()
+    for lone, nearest in ends:
         gap = max(ratio[lone] / ratio[nearest], ratio[nearest] / ratio[lone])
-        if gap >= LONE_GAP:
+        corner = all((v == v[lone]).sum() > 1 for v in (points.N, points.D))  # of a grid
+        if gap >= LONE_GAP and not corner:
             found.append(
                 f"{points.run[lone]} has {ratio[lone]:.3g} tokens per parameter, and the nearest "
                 f"other run {ratio[nearest]:.3g}: are its N and D right, and not swapped?"

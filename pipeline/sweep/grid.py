@@ -221,7 +221,7 @@ def branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) -> 
             for run in others:
                 begins = decay_start(schedule, run.steps)
                 same = run.batch_tokens == longest.batch_tokens and run.lr <= LR_RATIO * longest.lr
-                if not same or begins < 2 * longest.warmup_steps:
+                if not same or not 2 * longest.warmup_steps <= begins < run.steps:
                     left.append(run)  # may branch off another run
                     continue
                 # A branch trains only its decay, so it adds only this share of its FLOPs.

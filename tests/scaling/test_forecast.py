@@ -272,7 +272,7 @@ def test_empty_cells_are_one_line(text: str, tmp_path: Path, launch) -> None:
     with pytest.raises(UserError, match="points=0"):
         launch("fit --points", empty)
     full = write(tmp_path / "p.csv", drawn(0.001, 0))
-    with pytest.raises(ConfigError, match=r"empty\.csv:\d: [ND]="):
+    with pytest.raises(ConfigError, match=r"empty\.csv:\d: [ND] is empty"):
         launch("forecast --points", full, "--targets", empty)
 
 
