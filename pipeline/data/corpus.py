@@ -121,8 +121,8 @@ class Corpus:
         """Return the error for a split that is shorter than one window."""
         remedy = "raise --valid-share in" if split == "valid" else "add text to every source in"
         return DataError(
-            f"{self.path}: split {split} has {self.split(split).tokens:,} tokens, but a row needs "
-            f"{seq + 1:,}; {remedy} `launch data prepare`, or lower model.seq"
+            f"{self.path}: split {split!r} has {self.split(split).tokens:,} tokens, but a row "
+            f"needs {seq + 1:,}; {remedy} `launch data prepare`, or lower model.seq"
         )
 
     @property

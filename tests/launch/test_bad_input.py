@@ -49,7 +49,7 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
         ("--data .", ["manifest.json"]),
         ("", ["--data"]),
         ("--data DATA --set model.vocab=256", ["model.vocab=256", "512"]),
-        ("--data DATA --set model.seq=10000000", ["10,000,001", "model.seq", "split train"]),
+        ("--data DATA --set model.seq=10000000", ["10,000,001", "model.seq", "split 'train'"]),
         ("--data DATA --set train.batch_tokens=1000", ["=1,000", "train.batch_tokens=1024"]),
         ("--data DATA --size 175b", ["size=175b", "GiB", "; try --size "]),
         ("--data DATA --size 1bb", ["did you mean '1b'"]),
