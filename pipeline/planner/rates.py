@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from pipeline.config.optimizer import AdamWSpec, MuonSpec
+from pipeline.config.parts import GQA
 from pipeline.config.schema import RunSpec
 from pipeline.config.shape import Model
 from pipeline.planner.count import Params
@@ -45,7 +46,7 @@ def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Sett
             return found
         case MuonSpec():
             lr = spec.optim.lr
-            peak = muon_lr(steps * batch, spec.model.layers) if lr == "auto" else lr
+            peak = muon_peak(spec.model, steps * batch) if lr == "auto" else lr
             return _muon(peak, spec.model, steps)
         case _:
             assert_never(spec.optim.optimizer)
@@ -134,6 +135,13 @@ def muon_lr(tokens: float, layers: int = 8) -> float:
     return _digits(min(0.06, 0.045 * (50e6 / tokens) ** 0.15) * deep)
 
 
+def muon_peak(model: Model, tokens: float) -> float:
+    """Return the peak rate of a model's matrices. Without norms of the queries and keys, such as
+    in latent attention, the scores grow with the matrices, and half of the rate is best."""
+    normalized = isinstance(model.attention, GQA) and model.attention.qk_norm
+    return _digits(muon_lr(tokens, model.layers) * (1.0 if normalized else 0.5))
+
+
 def _muon(lr: float, model: Model, steps: int) -> Settings:
     # The rates of AdamW's groups are divided by √width (nanochat), the matrices' rate is not.
     narrow = math.sqrt(768 / model.width)
@@ -144,8 +152,8 @@ def _muon(lr: float, model: Model, steps: int) -> Settings:
     return {
         "lr": Setting(
             lr,
-            "0.045·(50M/tokens)^0.15, at most 0.06, ·(8/layers)^0.25 above 8 layers: measured at "
-            "13M to 285M tokens, and 2 to 32 layers",
+            "0.045·(50M/tokens)^0.15, at most 0.06, ·(8/layers)^0.25 above 8 layers, ½ without "
+            "qk_norm: measured at 13M to 285M tokens, and 2 to 32 layers",
         ),
         "optimizer.embedding_rate": embedding,
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),

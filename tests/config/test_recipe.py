@@ -89,6 +89,14 @@ def test_muon_lowers_the_rate_of_an_embedding_that_is_also_the_head():
         assert made.embedding_rate == pytest.approx(ratio * made.head_rate, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("arch", "more"), [("mla", []), ("dense", ["model.attention.qk_norm=false"])]
+)
+def test_muon_halves_the_rate_without_norms_of_queries_and_keys(arch, more):
+    length = ["recipe=muon", "train.steps=100", "train.batch_tokens=262144"]
+    assert rate(*length, *more, arch=arch) == pytest.approx(rate(*length) / 2, rel=0.01)
+
+
 def test_an_architecture_names_its_recipe():
     assert load(size="tiny").recipe == "muon"  # docs/RECIPE.md says where it was measured
     assert load(size="tiny", arch="llama3").recipe == "adamw"
