@@ -23,7 +23,7 @@ LONGEST_FUNCTION = 60
 LONGEST_LINE = 100
 PACKED_PER_1000_LINES = 4.0
 COMMENT_SHARE = 0.07
-TEST_LINES = 20_605  # the goal is 9,000
+TEST_LINES = 20_607  # the goal is 9,000
 
 
 def sources(*folders: str) -> list[Path]:
