@@ -194,10 +194,11 @@ def _languages(config: "RunConfig", from_: str | None, to: str | None) -> list[i
     others = [language for language in known if language != to]
     if from_ is None and len(others) == 1:
         from_ = others[0]
-    for option, language in (("--to", to), ("--from", from_)):
-        if language not in known:
-            given = "is missing" if language is None else f"{language} is not a language of the run"
-            raise ConfigError(f"{option} {given}; choose from {', '.join(known)}")
+    # No run is trained to translate a language into itself.
+    for option, language, choices in (("--to", to, known), ("--from", from_, others)):
+        if language not in choices:
+            given = "is missing" if language is None else f"{language} is not possible in this run"
+            raise ConfigError(f"{option} {given}; choose from {', '.join(choices)}")
     return [known.index(language) for language in (from_, to) if language is not None]
 
 

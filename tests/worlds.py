@@ -74,7 +74,7 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
     """Train a run from its last checkpoint to its end."""
     path = Path(out)
     resume = path.exists()
-    size, arch = None if resume else "27k", rest.get("arch", "dense")
+    size, arch = (None, None) if resume else ("27k", rest.get("arch", "dense"))
     given = {"sets": rest.get("sets", ()), "over": over, "resume": resume}
     request = Request(size, arch, Path(rest["data"]), path, nproc, **given)
     plan = lambda _: plan_run(request, Devices(0, 2**36, "CPU")).commit()  # noqa: E731

@@ -218,7 +218,7 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
     # A prefix needs a token after it, and a hidden token needs others. A pair has 3 special tokens,
     # and in fewer than 4 tokens of text, the first part could be empty.
-    least = 2 if isinstance(objective, Prefix | Masked | Replaced) else 1
+    least = 2 if isinstance(objective, Prefix | Masked | Replaced | Denoise) else 1
     least = 7 if pairs else least
     if model.seq < least:
         return f"model.seq={model.seq} is too short for {key}; use at least {least}"

@@ -74,8 +74,8 @@ class Model(Design):
         self._check_position()
         for key in ("encoder_layers", "source_seq"):
             given = getattr(self, key)
-            both = given is None or self.stack == "encoder-decoder"
-            require(both, f'{key}={given} needs stack="encoder-decoder", got "{self.stack}"')
+            text = f'{key}={given} needs stack="encoder-decoder", got "{self.stack}"; remove one'
+            require(given is None or self.stack == "encoder-decoder", text)
         a = self.attention
         if isinstance(a, parts.MLA):
             for key, rank in (("q_rank", a.q_rank or 0), ("kv_rank", a.kv_rank)):

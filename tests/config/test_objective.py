@@ -85,6 +85,8 @@ def test_the_vocabulary_has_space_for_special_ids() -> None:
         (["objective.rate=0.3"], "objective.rate", "kind"),
         (["objective.kind=mask"], "objective", "'masked'"),
         (["objective=masked"], "objective", "kind"),
+        (["model={stack='encoder-decoder',seq=1}", "objective.kind=denoise"], "seq=1", "least 2"),
+        (["model.source_seq=64"], "source_seq=64", "remove one"),
     ],
 )
 def test_unsupported_objectives_are_one_line_errors(sets: list[str], key: str, remedy: str) -> None:

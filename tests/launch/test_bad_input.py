@@ -119,6 +119,7 @@ def test_continuing_something_else(begun, corpus, tmp_path):
     again = ("pretrain", "--resume", "--out", begun, "--no-track")
     assert "optim.lr was" in refused(*again, "--set", "optim.lr=0.5")
     assert "nonsense" in refused(*again, "--set", "nonsense=1")
+    assert "--arch moe has no effect without --size" in refused(*again, "--arch", "moe")
 
     config = begun / "config.toml"
     config.write_text(before[config].decode().replace("version = 1", "version = 99"))

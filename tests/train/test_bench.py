@@ -212,7 +212,7 @@ def test_a_resumed_run_searches_for_a_micro_batch_once(corpus, tmp_path):
     few = ["model.seq=64", "train.batch_tokens=32768"]
     request = Request("7k", "dense", corpus, tmp_path / "run", 1, sets=few)
     first = plan_run(request, CPU).commit().config
-    again = Request(None, "dense", None, tmp_path / "run", 1, resume=True)
+    again = Request(None, None, None, tmp_path / "run", 1, resume=True)
     search = replace(again, over={"train": {"auto_batch": True}})
     assert plan_run(again, CPU).config.train.micro_batch == first.train.micro_batch == 256
     assert plan_run(search, CPU).config.train.micro_batch == 512

@@ -98,7 +98,8 @@ def test_it_translates_what_it_has_not_seen_in_every_direction(
     ("options", "said"),
     [
         (("--to", "fr"), "choose from plain, back, copy"),
-        (("--to", "back"), "--from is missing"),
+        (("--to", "back"), "--from is missing; choose from plain, copy"),
+        (("--from", "copy", "--to", "copy"), "--from copy is not possible in this run"),
         (("--prompt", "x"), "give it as --source"),
     ],
 )
