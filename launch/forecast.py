@@ -333,7 +333,7 @@ def _print_forecast(
     recipe = data.get("recipe", {})
     if recipe:
         batch = f"{recipe['steps']:,} steps of {recipe['batch_tokens']:,} tokens"
-        console.print(f"recipe: learning rate {recipe['lr']:.3g}, {batch}")
+        console.print(f"recipe {recipe['name']}: learning rate {recipe['lr']:.3g}, {batch}")
     if "cost" in data:
         console.print(f"cost of training: {_cost_text(data['cost'])}")
     if recipe.get("command"):  # on one line, so that it can be copied
@@ -371,9 +371,11 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
         what = "training and inference" if "total_cost_flops" in found else "training"
         if found.get("inference_price", 1) != 1:
             what += ", in units of training FLOPs,"
+        # A law of compute alone has no N and D.
+        how = "along the fitted runs" if isnan(run.N) else "with the best N and D"
         console.print(
-            f"Loss {found['target_loss']:g} takes {power(total)} FLOPs of {what} with the best N "
-            f"and D; 95% interval: {low} to {high}."
+            f"Loss {found['target_loss']:g} takes {power(total)} FLOPs of {what} {how}; "
+            f"95% interval: {low} to {high}."
         )
     if "saved" in found:
         usual = found["training_optimum"]
@@ -385,10 +387,11 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
             f"{count(usual['D'])} tokens, the cheapest run to train to this loss."
         )
     if "epochs" in found:
-        value = ""
-        if "worth_tokens" in found:
-            value = f", worth {count(found['worth_tokens'])} new tokens"
-        console.print(
-            f"{count(found['epochs'])} epochs{value} (constants from {found['repeats_from']}); "
-            f"with new data only, the loss would be {found['loss_with_new_data']:.4f}."
-        )
+        repeats = "No token repeats"
+        if found["epochs"] > 1:
+            worth = found.get("worth_tokens")  # unless the law itself models repeats
+            value = "" if worth is None else f", worth {count(worth)} new tokens"
+            source = f"(constants from {found['repeats_from']})"
+            repeats = f"{count(found['epochs'])} epochs{value} {source}"
+        new = found["loss_with_new_data"]
+        console.print(f"{repeats}; with new data only, the loss would be {new:.4f}.")

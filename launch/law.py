@@ -224,7 +224,7 @@ def _print_fit(data: dict[str, Any]) -> None:
         without = f", outliers left out: {outliers}" if outliers else ""
         console.print(
             f"Runs scatter {fitted['noise']:.2%} around the law with equal weights, which explains "
-            f"{fitted['r2']:.1%} of the variance of log loss (R²{without})"
+            f"{max(fitted['r2'], 0):.1%} of the variance of log loss (R²{without})"
         )
     test = data["backtest"]
     if test:

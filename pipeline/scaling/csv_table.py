@@ -45,7 +45,7 @@ def read_table(path: Path, required: Sequence[str], key: str = "points") -> list
         why = error.strerror
         raise DataError(f"{key}={path} cannot be read ({why}); give a CSV file") from None
     except (UnicodeDecodeError, csv.Error):
-        raise DataError(f"{key}={path} is not a CSV text file") from None
+        raise DataError(f"{key}={path} is not a CSV text file; save it as CSV in UTF-8") from None
     comments = [(row, line) for row, line in cells if _is_comment(row)]
     if len(comments) == len(cells):  # names of runs may all begin with such a sign
         comments = []
@@ -111,7 +111,7 @@ def read_columns(
         # An empty cell might mean "as usual" or "unknown"; a guess would bias the law.
         if empty:
             text = f"{path}:{empty[0]}: {key}= is empty here and filled in other rows"
-            raise DataError(f"{text}; fill all {len(empty)} empty cells, or remove the column")
+            raise DataError(f"{text}; fill every empty cell ({len(empty)}), or remove the column")
     return {key: _column(path, rows, key) for key in (*required, *present)}
 
 

@@ -203,7 +203,7 @@ def bottom(log_n: Array, loss: Array, method: Method) -> tuple[float, float] | s
     # A parabola has three coefficients. Akima's spline needs a neighbor on each side of two.
     need = 3 if method == "parabola" else 4
     if len(x) < need:
-        return f"{len(x)} sizes, and a valley needs {need}"
+        return f"{len(x)} of the {need} sizes that a valley needs"
     if method == "parabola":
         # Centered, because log N of billions makes the squares nearly collinear.
         curve, slope, level = np.polyfit(x - x.mean(), y, 2)

@@ -15,6 +15,7 @@ from pipeline.units import count
 # The exponents of all laws, each with the variable that it belongs to.
 EXPONENT_OF = {"alpha": "N", "beta": "D", "g": "C", "alpha_N": "N", "alpha_D": "D"}
 STEEPEST = 2.0  # published exponents are below 1
+SINGULAR = 1e10  # condition of a fit whose parameters can compensate for each other
 
 
 def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> Array:
@@ -216,7 +217,7 @@ def interval_warnings(
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
         found.append(f"With only {spare} more than parameters, the interval is wide.")
     found += _value_warnings(fit, of_e, named=names_runs(earlier))
-    if spread.condition > 1e10:
+    if spread.condition > SINGULAR:
         text = "Some parameters can compensate for each other: quote predictions, not parameters."
         if not names_runs([*earlier, *found]):
             text += f" Runs that would separate them: {runs_across(fit.points)}."

@@ -46,6 +46,7 @@ class Ladder:
 class Recipe:
     """A run as `launch pretrain` would train it."""
 
+    name: str  # of the recipe, in configs/recipe
     N: float
     D: float
     C: float
@@ -165,4 +166,5 @@ def recipe_of(
     words += ["--experiment", ladder.experiment] if ladder.experiment else []
     C = D * training_flops(config).model
     N = params(config.model).scaling
-    return Recipe(N, D, C, lr, train.batch_tokens, train.steps, shlex.join(words))
+    batch_tokens = train.batch_tokens
+    return Recipe(config.recipe, N, D, C, lr, batch_tokens, train.steps, shlex.join(words))

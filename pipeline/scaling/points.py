@@ -58,6 +58,7 @@ class Points:
     accuracy: Array | None = None
     vocab: int | None = None  # a loss above its logarithm is worse than guessing
     arch: str | None = None
+    kinds: Record = field(default_factory=dict)  # what is known of ONE_KIND; targets have to agree
     dropped: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
 
@@ -86,6 +87,8 @@ class Points:
         """Leave out the largest losses: runs that diverged or hardly trained."""
         if number <= 0:
             return self
+        if number >= len(self) > 0:
+            raise DataError(f"drop_highest={number} leaves none of {len(self)} points; give fewer")
         order = np.argsort(self.loss)
         gone = tuple(
             f"{self.run[i]}: among the {number} largest losses ({self.loss[i]:.4g})"
@@ -155,14 +158,13 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     digits = vocab.replace(",", "").replace(" ", "")
     if parse_count(vocab) or (digits != vocab and digits.isdigit()):
         raise DataError(f"{path}: vocab={vocab} is not a number; write all digits, such as 32768")
-    # Our own points.csv has the tokenizer's digest there, which is longer than any size.
     size = float(vocab) if is_number(vocab) else None  # tables may have 4096 as 4096.0
-    is_digest = size is None or LONGEST_VOCAB <= size < np.inf
-    if size is not None and not is_digest:
+    if size is not None and not _is_digest(vocab):
         if not 2 <= size < np.inf:  # also NaN
             raise DataError(f"{path}: vocab={vocab} is not a vocabulary; give its number of tokens")
         found["vocab"] = int(size)
     found["arch"] = rows[0].get("arch") or None
+    found["kinds"] = kinds_of(rows)
     convention = rows[0].get("convention")
     if not convention:
         convention = "N, D and C as the file gives them" if "C" in found else SIX_ND
@@ -182,6 +184,20 @@ def _refuse_mixed(records: Sequence[Record], where: str = "", more: str = "") ->
             kinds.discard("none given")
         if len(kinds) > 1:
             raise DataError(f"{where}{key}={listed(sorted(kinds))} are mixed; {remedy}{more}")
+
+
+def _is_digest(vocab: str) -> bool:
+    """Whether `vocab` is the tokenizer's digest, as in our own points.csv, and not a size."""
+    return not is_number(vocab) or LONGEST_VOCAB <= float(vocab) < np.inf
+
+
+def kinds_of(records: Sequence[Record]) -> Record:
+    """Return what is known of the architecture, tokenizer, … of runs or rows."""
+    found = {key: {str(row[key]) for row in records if row.get(key)} for key in ONE_KIND}
+    digests = set(filter(_is_digest, found["vocab"]))
+    found["tokenizer"] |= digests
+    found["vocab"] = {f"{float(size):.0f}" for size in found["vocab"] - digests}  # 4096 as 4096.0
+    return {key: ", ".join(sorted(kinds)) for key, kinds in found.items() if kinds}
 
 
 ACCURACY = "/accuracy"
@@ -227,7 +243,7 @@ def scored_runs(runs: Sequence[Run], task: str) -> list[Run]:
 def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
     """Warn about columns that are not read but have a name like one that is, or divide the rows."""
     known = {*OPTIONAL, *ONE_KIND, "run"}
-    warnings = unread_columns(rows, known | set(FIGURES))
+    warnings = unread_columns(rows, known | set(FIGURES)) + _curve_warnings(rows)
     for name in rows[0].keys() - known - set(FIGURES):
         kinds = {row[name] for row in rows}
         # Words that several rows share name groups of runs; numbers may be settings of each run.
@@ -238,6 +254,21 @@ def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
                 f"law for all of them mixes unlike runs. Fit each group separately."
             )
     return tuple(warnings)
+
+
+def _curve_warnings(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Warn about rows of one run and size with several lengths: losses from before its decay."""
+    lengths: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        lengths.setdefault((row.get("run") or row[LINE], row["N"]), set()).add(row["D"])
+    (name, _), longest = max(lengths.items(), key=lambda item: len(item[1]))
+    if len(longest) < 2:
+        return []
+    return [
+        f"run={name} has losses at {len(longest)} lengths: if they are of one training, keep the "
+        f"last, because the others lie above those of runs that end there (only --law envelope is "
+        f"for such curves). Otherwise give every run its own name."
+    ]
 
 
 def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
@@ -285,6 +316,7 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             convention=str(records[0]["convention"]),
             vocab=int(vocab) if vocab and not scored else None,
             arch=records[0].get("arch"),
+            kinds=kinds_of(records),
             accuracy=figures("task_accuracy") if scored else None,
             dropped=(*dropped, *damaged),
             warnings=(*_roughly_comparable(records), *damaged),

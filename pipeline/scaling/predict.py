@@ -16,14 +16,13 @@ from pipeline.scaling import decide
 from pipeline.scaling.csv_table import (
     LINE,
     OPTIONAL,
-    is_number,
     read_columns,
     read_table,
     unread_columns,
 )
 from pipeline.scaling.frontier import UnitFlops, at
 from pipeline.scaling.ladder import Ladder, Recipe
-from pipeline.scaling.points import LONGEST_VOCAB, ONE_KIND, Array, Points
+from pipeline.scaling.points import ONE_KIND, Array, Points, kinds_of
 from pipeline.scaling.quality import MIXED_COUNTS
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
@@ -35,7 +34,6 @@ REPEATED = 1.05  # passes over the data; fewer repeats do not matter
 SAME_LOSS = 1.0005  # ratio of losses that make no difference
 FAR = 10.0  # times the largest N, D or D / N of the runs, or below the smallest
 NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
-KINDS = ("arch", "vocab")  # of targets and points, which have to agree
 OFF_FRONTIER = 1.5  # largest ratio of N to the best N; the loss changes by less than 0.3% there
 
 
@@ -60,7 +58,7 @@ def at_sizes(study: Study, N: float, D: float) -> Points:
 
 
 def read_targets(path: Path) -> dict[str, Any]:
-    """Read columns N, D and, if present, C, run, experts, unique, arch, vocab."""
+    """Read columns N, D and, if present, C, run, experts, unique and those of ONE_KIND."""
     rows = read_table(path, ("N", "D"), "targets")
     found: dict[str, Any] = {**read_columns(path, rows, ("N", "D"))}
     for key, values in found.items():
@@ -72,15 +70,9 @@ def read_targets(path: Path) -> dict[str, Any]:
                 f"targets={path}:{wrong[0][LINE]}: {named} must be a number above zero and below "
                 f"{MOST:g}, such as 1e9"
             )
-    for key in KINDS:
-        kinds = {row[key] for row in rows if row.get(key)}
-        if key == "vocab":  # 4096 may be 4096.0; our own points.csv has a digest, which is longer
-            sizes = {float(kind) for kind in kinds if is_number(kind)}
-            kinds = {f"{size:.0f}" for size in sizes if size < LONGEST_VOCAB}
-        if kinds:
-            found[key] = ", ".join(sorted(kinds))
+    found["kinds"] = kinds_of(rows)
     found["run"] = tuple(row.get("run") or "" for row in rows)
-    found["warnings"] = tuple(unread_columns(rows, ("N", "D", *OPTIONAL, *KINDS)))
+    found["warnings"] = tuple(unread_columns(rows, ("N", "D", *OPTIONAL, *ONE_KIND)))
     return found
 
 
@@ -158,7 +150,8 @@ def cautions(
             f"{far:.3g}× the compute of the largest run: laws have held over 300× at most, "
             f"for a ladder that was designed for it."
         )
-    if study.name in NO_FLOOR and far > 1:
+    # Three valleys determine only a straight line.
+    if study.fit.law.name in NO_FLOOR and far > 1:
         found.append(f"law={study.name} has no floor E: beyond the runs it is too optimistic.")
     if study.minima is None and study.fit.points.unique is None:
         # Minima are no runs, and a run on repeated data can have the N and D of another.
@@ -298,11 +291,11 @@ def _misfits(study: Study, targets: Points) -> list[str]:
     each = targets.C / (targets.N * targets.D) / UnitFlops.of(points).each(targets.N)
     if ((each > MIXED_COUNTS) | (each < 1 / MIXED_COUNTS)).any():
         found.append("C / (N·D) of the targets differs from that of the points: check their C.")
-    for key in KINDS:
-        fitted, asked = (getattr(one, key) for one in (points, targets))
-        if None not in (fitted, asked) and str(asked) != str(fitted):
+    for key, remedy in ONE_KIND.items():
+        fitted, asked = (one.kinds.get(key) for one in (points, targets))
+        if None not in (fitted, asked) and asked != fitted:
             found.append(
-                f"The targets have {key}={asked}, the fitted runs {key}={fitted}: {ONE_KIND[key]}."
+                f"The targets have {key}={asked}, the fitted runs {key}={fitted}: {remedy}."
             )
     for key, law in (("experts", "moe"), ("unique", "data-constrained")):
         if getattr(targets, key) is not None and study.name != law:
@@ -321,7 +314,7 @@ def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
     lr = float(ladder.settings.get("optim.lr", lr))
     batch_tokens = int(ladder.settings.get("train.batch_tokens", batch_tokens))
     steps = max(1, round(made.D / batch_tokens))
-    return Recipe(made.N, made.D, made.C, lr, batch_tokens, steps)
+    return Recipe(ladder.recipe, made.N, made.D, made.C, lr, batch_tokens, steps)
 
 
 def at_recipe(study: Study, recipe: Recipe, name: str) -> Points:

@@ -142,9 +142,9 @@ def fit_warnings(found: Goodness | None) -> list[str]:
             f"{one.run} lies {abs(one.error):.1%} {side} the law, {one.sigmas:.0f} robust standard "
             f"deviations: check that run, or leave it out and fit again."
         )
-    if len(found.outliers) > NAMED:
-        more = len(found.outliers) - NAMED
-        warnings.append(f"{more} more runs are outliers: one law may not describe all of them.")
+    more = len(found.outliers) - NAMED
+    if more > 0:
+        warnings.append(f"{more} more outlier{'s' * (more > 1)}: one law may not describe all.")
     if found.r2 < EXPLAINED:
         warnings.append(
             f"The law explains only {max(found.r2, 0):.0%} of the variance of the loss (R²; a "

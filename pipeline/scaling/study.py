@@ -37,6 +37,8 @@ NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 MOST_RESAMPLED = 20_000
 RESAMPLES = 1000  # of `launch fit`, of the page and of a sweep, so that their intervals are equal
 LESS_CERTAIN = 2.0  # times the error of N* that larger weights for larger runs may cause
+# Draws with a negative exponent have no optimum. With fewer others, the intervals are unknown.
+MOST_HAVE_OPTIMA = 0.5
 VALLEYS_DIFFER = 0.1  # difference in log N* above which a warning compares law and valleys
 
 # We report a bad fit ourselves, so numpy's warnings are off.
@@ -74,6 +76,8 @@ class Study:
         """Natural parameters of the law, from the bootstrap or else from the scatter."""
         if self.draws is not None or not np.isfinite(self.scatter.covariance).all():
             return self.draws
+        if self.scatter.condition > intervals.SINGULAR:  # its draws lie on a line, and mean nothing
+            return None
         rng = np.random.default_rng(0)
         # Where the points are mostly noise, rounding gives the covariance a negative eigenvalue.
         spread = self.scatter.covariance
@@ -87,6 +91,8 @@ class Study:
         terms = None if drawn is None else frontier.terms_of(self.fit.law, drawn, np.ones(1))
         if drawn is None or terms is None:
             return None
+        if np.mean(terms[:, [1, 3]].min(axis=1) > 0) < MOST_HAVE_OPTIMA:
+            return None
         a_b = frontier.exponents(self.fit.law, drawn)
         assert a_b is not None
         unit_flops = frontier.UnitFlops.of(self.fit.points)
@@ -97,7 +103,6 @@ class Study:
         columns = {"N": n, "D": d, "a": a_b[:, :1], "b": a_b[:, 1:]}
         found = {}
         for key, values in columns.items():
-            # Draws with a negative exponent have no optimum.
             low, high = np.nanpercentile(values, [2.5, 97.5], axis=0)
             found[key] = (np.exp(low), np.exp(high)) if key in "ND" else (low, high)
         return found

@@ -172,9 +172,9 @@ def test_targets_that_the_law_does_not_describe_are_named(
 def test_a_size_has_the_architecture_and_vocabulary_of_the_points(tmp_path: Path, launch) -> None:
     made = drawn(0.002, 0)
     rows = zip(made.N, made.D, made.loss, strict=True)
-    lines = [f"{N},{D},{loss},isoflop,4096\n" for N, D, loss in rows]
+    lines = [f"{N},{D},{loss},isoflop,4096,causal,f00d\n" for N, D, loss in rows]
     points = tmp_path / "points.csv"
-    points.write_text("N,D,loss,arch,vocab\n" + "".join(lines))
+    points.write_text("N,D,loss,arch,vocab,objective,tokenizer\n" + "".join(lines))
     found = json.loads(launch("forecast --size 30m --json --points", points))
     assert "--arch isoflop" in found["recipe"]["command"]
     config = load(size="30m", arch="isoflop", over={"model": {"vocab": 4096}})
@@ -182,10 +182,15 @@ def test_a_size_has_the_architecture_and_vocabulary_of_the_points(tmp_path: Path
     tiny = json.loads(launch("forecast --params 1e4 --tokens 1e6 --json --points", points))
     assert any("below the smallest shipped size, `7k`" in warning for warning in tiny["warnings"])
     targets = tmp_path / "targets.csv"
-    targets.write_text("N,D,arch,vocab\n1e12,2e13,bert,8192\n")
-    warnings = json.loads(launch("forecast --json --points", points, "--targets", targets))
-    for words in ("arch=bert", "vocab=8192"):
-        assert any(words in warning for warning in warnings["warnings"])
+    for columns, cells, wrong in (
+        ("arch,vocab,objective", "bert,8192,mlm", {"arch=bert", "vocab=8192", "objective=mlm"}),
+        ("vocab", "beef", {"tokenizer=beef"}),  # a digest, as in our own points.csv
+        ("arch,vocab,objective", "isoflop,4096.0,causal", set()),
+    ):
+        targets.write_text(f"N,D,{columns}\n1e12,2e13,{cells}\n")
+        found = json.loads(launch("forecast --json --points", points, "--targets", targets))
+        named = [text for text in found["warnings"] if text.startswith("The targets have")]
+        assert {text.split()[3].strip(",") for text in named} == wrong
     for wrong in ("--arch dense", "--tokens nan"):
         with pytest.raises(ConfigError, match=wrong.split()[0].removeprefix("--")):
             launch("forecast --size 30m --points", points, wrong)
@@ -295,7 +300,7 @@ def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
     source = f"forecast --points {write(tmp_path / 'p.csv', drawn(0.001, 0))}"
     by_size = json.loads(launch(source, "--size 1b --cluster h100 --json"))
     assert by_size["D"] / by_size["N"] == pytest.approx(20, rel=0.01)
-    assert by_size["recipe"]["lr"] > 0
+    assert by_size["recipe"]["lr"] > 0 and by_size["recipe"]["name"] == "muon"
     mfu = by_size["cost"]["mfu"]
     assert by_size["cost"]["mfu_from"] == "planner"
     assert by_size["cost"]["gpu_hours"] == pytest.approx(by_size["C"] / 989e12 / mfu / 3600)
@@ -305,7 +310,9 @@ def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
     place = f"--params {by_flops['N']} --tokens {by_flops['D']}"
     by_numbers = json.loads(launch(source, place, "--json"))
     assert by_numbers["loss"] == pytest.approx(by_flops["loss"])
-    assert "forecast by" in launch(source, "--flops 1e22")
+    assert "recipe muon:" in launch(source, "--flops 1e22")
+    assert "training along the fitted runs" in launch(source, "--law compute --target-loss 2.5")
+    assert "No token repeats; with new" in launch(source, "--target-loss 2.5 --unique 1e15")
 
 
 def test_arguments_are_checked_before_anything_is_fitted(
@@ -314,6 +321,7 @@ def test_arguments_are_checked_before_anything_is_fitted(
     source = f"forecast --points {write(tmp_path / 'p.csv', drawn(0.001, 0))}"
     (tmp_path / "text.csv").write_text("N,D\n1e9,no\n")
     (tmp_path / "gap.csv").write_text("N,D,C\n1e9,2e10,\n1e9,2e10,1e20\n")
+    (tmp_path / "wide.csv").write_text("N,D\n1e9,2e10\n", encoding="utf-16")
     monkeypatch.setattr("pipeline.scaling.study.study", None)  # so that any fit raises a TypeError
     for wrong, key in {
         "": "--size",
@@ -325,7 +333,9 @@ def test_arguments_are_checked_before_anything_is_fitted(
         "--flops 1e45": "flops=1e\\+45 must be a number above zero and below",
         "--size 1c": "size=",
         f"--targets {tmp_path}/text.csv": "D=",
-        f"--targets {tmp_path}/gap.csv": "C=",
+        f"--targets {tmp_path}/gap.csv": r"C= .* every empty cell \(1\)",
+        f"--targets {tmp_path}/wide.csv": "save it as CSV in UTF-8",
+        "--flops 1e22 --drop-highest 99": "drop_highest=99 leaves none",
         "--flops 1e22 --cluster nowhere": "cluster=",
     }.items():
         with pytest.raises(UserError, match=key):

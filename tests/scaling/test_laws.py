@@ -63,6 +63,12 @@ def test_routed() -> None:
     assert far[0].optimum is not None and far[0].optimum["N"] == pytest.approx(routed.N[0])
     with pytest.raises(DataError, match="column `experts`"):
         study(points(*grid(), true_loss(*grid())), "moe")
+    # All dense runs have one D / N, so that most draws of the law have no optimum.
+    N = np.repeat(np.geomspace(1e6, 1e9, 5), 3)
+    ratio = np.tile([5.0, 20, 80], 5)
+    loss = true_loss(N, N * ratio) * np.exp(np.random.default_rng(0).normal(0, 0.002, 15))
+    tangled = study(points(N, N * ratio, loss, experts=np.tile([1.0, 8, 8], 5)), "moe")
+    assert tangled.to_json()["exponents"].keys() == {"a", "b", "from"}
 
 
 def test_repeated_data() -> None:
@@ -162,6 +168,10 @@ def test_an_off_center_parabola_is_more_biased_than_akima() -> None:
 
 
 def test_valleys_without_a_bottom_are_refused() -> None:
+    made, far, _ = drifting_grid()
+    three = study(made.take(made.C < 2e19), "isoflop")  # a straight line
+    beyond = three.frontier(far)
+    assert any("no floor" in text for text in cautions(three, beyond, forecast(three, beyond)))
     made, _, _ = drifting_grid(1.3)  # so narrow that an edge is the best where the guess is off
     with pytest.raises(DataError, match="beyond the"):
         isoflop(made.take(made.C < 5e18))

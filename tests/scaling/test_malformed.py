@@ -12,6 +12,7 @@ from pipeline.errors import UserError
 from pipeline.scaling import predict
 from pipeline.scaling.csv_table import LINE, read_table
 from pipeline.scaling.points import read_csv
+from pipeline.scaling.quality import Goodness, Outlier, fit_warnings
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import true_loss
 
@@ -184,6 +185,7 @@ def figures() -> Iterator[tuple[str, str]]:
     yield "C of a forward pass", text_of({**table(), "C": [f"{c / 3:g}" for c in compute]})
     yield "tiny losses", text_of(column("loss", lambda x: 1e-300 * x, every))
     yield "one name of all runs", text_of({**table(), "run": ["a"] * 15})
+    yield "one name per size", text_of({**table(), "run": [f"r{i // 3}" for i in range(15)]})
     yield (
         "D of the largest size in thousandths",
         text_of(column("D", lambda x: 1e3 * x, [12, 13, 14])),
@@ -290,6 +292,13 @@ def test_odd_rows_end_in_one_line(
         launch("fit --law parabola --points", file)
     _known_best(file)
     assert "row 9 lies" in capsys.readouterr().err
+    rng = np.random.default_rng(7)
+    file.write_text(
+        text_of({**table(), "loss": [f"{3 * np.exp(x):g}" for x in rng.normal(0, 0.1, 15)]})
+    )
+    assert "explains 0.0% of" in " ".join(launch("fit --bootstrap 0 --points", file).split())
+    outliers = (Outlier("a", 0.1, 9.0),) * 4
+    assert fit_warnings(Goodness(0.99, 0.001, outliers))[-1].startswith("1 more outlier:")
     for words in ("--target-tokens 1e30", "--noise 90%", "--target-tokens 1 --target-size 1m"):
         key = words.split()[-2].strip("-").replace("-", "_")
         with pytest.raises(UserError, match=f"{key}="):
