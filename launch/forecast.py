@@ -387,11 +387,12 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
             f"{count(usual['D'])} tokens, the cheapest run to train to this loss."
         )
     if "epochs" in found:
-        repeats = "No token repeats"
-        if found["epochs"] > 1:
-            worth = found.get("worth_tokens")  # unless the law itself models repeats
-            value = "" if worth is None else f", worth {count(worth)} new tokens"
-            source = f"(constants from {found['repeats_from']})"
-            repeats = f"{count(found['epochs'])} epochs{value} {source}"
-        new = found["loss_with_new_data"]
-        console.print(f"{repeats}; with new data only, the loss would be {new:.4f}.")
+        if found["epochs"] <= 1:
+            console.print("No token repeats.")
+            return
+        worth = found.get("worth_tokens")  # None if the law itself models repeats
+        value = "" if worth is None else f", worth {count(worth)} new tokens"
+        console.print(
+            f"{count(found['epochs'])} epochs{value} (constants from {found['repeats_from']}); "
+            f"with new data only, the loss would be {found['loss_with_new_data']:.4f}."
+        )

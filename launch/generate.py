@@ -191,13 +191,18 @@ def _languages(config: "RunConfig", from_: str | None, to: str | None) -> list[i
                 raise ConfigError(f"{text}; remove it, or train with objective.directions=every")
         return []
     known = objective.languages
-    others = [language for language in known if language != to]
-    if from_ is None and len(others) == 1:
-        from_ = others[0]
     # No run is trained to translate a language into itself.
-    for option, language, choices in (("--to", to, known), ("--from", from_, others)):
+    sources = [language for language in known if language != to]
+    targets = [language for language in known if language != from_]
+    if from_ is None and len(sources) == 1:
+        from_ = sources[0]
+    for option, language, choices in (("--to", to, targets), ("--from", from_, sources)):
         if language not in choices:
-            given = "is missing" if language is None else f"{language} is not possible in this run"
+            given = f"{language} is not a language of the run"
+            if language is None:
+                given = "is missing"
+            elif language in known:
+                given = f"{language} is also the other language"
             raise ConfigError(f"{option} {given}; choose from {', '.join(choices)}")
     return [known.index(language) for language in (from_, to) if language is not None]
 

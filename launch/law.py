@@ -66,7 +66,7 @@ def read_points(
 ) -> "tuple[Points, Ladder, list[Run]]":
     """Return the points (of a task, if one is given), the recipe their runs share, and the runs."""
     from pipeline.scaling.annealing import with_curves
-    from pipeline.scaling.ladder import Ladder, ladder_of
+    from pipeline.scaling.ladder import ladder_of, ladder_of_table
     from pipeline.scaling.points import points_of, read_csv, scored_runs
 
     if sum(source is not None for source in (runs, experiment, points)) != 1:
@@ -78,8 +78,7 @@ def read_points(
         )
     if points is not None:
         given = read_csv(points, task)
-        # A CSV file does not contain the recipe.
-        return given, Ladder(vocab=given.vocab, arch=given.arch), []
+        return given, ladder_of_table(given), []
     found = read(runs, experiment)
     scored = found if task is None else scored_runs(found, task)
     # Only the envelope (Hoffmann's first approach) uses curves as they are.

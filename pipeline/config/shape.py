@@ -74,7 +74,7 @@ class Model(Design):
         self._check_position()
         for key in ("encoder_layers", "source_seq"):
             given = getattr(self, key)
-            text = f'{key}={given} needs stack="encoder-decoder", got "{self.stack}"; remove one'
+            text = f'{key}={given} needs stack="encoder-decoder", got "{self.stack}"; remove {key}'
             require(given is None or self.stack == "encoder-decoder", text)
         a = self.attention
         if isinstance(a, parts.MLA):

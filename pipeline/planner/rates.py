@@ -45,8 +45,10 @@ def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Sett
                 found["schedule.warmup_steps"] = Setting(max(1, min(4000, steps // 4)), rule)
             return found
         case MuonSpec():
-            lr = spec.optim.lr
-            peak = muon_peak(spec.model, steps * batch) if lr == "auto" else lr
+            peak = spec.optim.lr
+            if peak == "auto":
+                normalized = normalizes(spec.model)
+                peak = muon_lr(steps * batch, spec.model.layers, normalized=normalized)
             return _muon(peak, spec.model, steps)
         case _:
             assert_never(spec.optim.optimizer)
@@ -128,18 +130,18 @@ def muon_batch(tokens: float) -> float:
     return float(min(_MOST_BATCH, 32_768 * (tokens / 35e6) ** (2 / 3)))
 
 
-def muon_lr(tokens: float, layers: int = 8) -> float:
+def normalizes(model: Model) -> bool:
+    """Return whether queries and keys are normalized. Those of latent attention are not."""
+    return isinstance(model.attention, GQA) and model.attention.qk_norm
+
+
+def muon_lr(tokens: float, layers: int = 8, *, normalized: bool = True) -> float:
     """Return the peak rate of the matrices. Orthogonalized updates have the same size at every
-    width, so the best rate hardly depends on it. Longer runs and deeper models need lower rates."""
+    width, so the best rate hardly depends on it. Longer runs and deeper models need lower rates,
+    and so do models without norms of queries and keys, whose scores grow with the matrices."""
     deep = min(1.0, (8 / layers) ** 0.25)  # sizes with up to 8 layers were measured on a GPU
-    return _digits(min(0.06, 0.045 * (50e6 / tokens) ** 0.15) * deep)
-
-
-def muon_peak(model: Model, tokens: float) -> float:
-    """Return the peak rate of a model's matrices. Without norms of the queries and keys, such as
-    in latent attention, the scores grow with the matrices, and half of the rate is best."""
-    normalized = isinstance(model.attention, GQA) and model.attention.qk_norm
-    return _digits(muon_lr(tokens, model.layers) * (1.0 if normalized else 0.5))
+    share = 1.0 if normalized else 0.5  # measured with `tiny` and `1m` (docs/LOG.md)
+    return _digits(min(0.06, 0.045 * (50e6 / tokens) ** 0.15) * deep * share)
 
 
 def _muon(lr: float, model: Model, steps: int) -> Settings:
@@ -152,8 +154,8 @@ def _muon(lr: float, model: Model, steps: int) -> Settings:
     return {
         "lr": Setting(
             lr,
-            "0.045·(50M/tokens)^0.15, at most 0.06, ·(8/layers)^0.25 above 8 layers, ½ without "
-            "qk_norm: measured at 13M to 285M tokens, and 2 to 32 layers",
+            "0.045·(50M/tokens)^0.15, at most 0.06, ·(8/layers)^0.25 above 8 layers, ·½ without "
+            "norms of queries and keys: measured at 13M to 285M tokens, and 2 to 32 layers",
         ),
         "optimizer.embedding_rate": embedding,
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),

@@ -8,7 +8,8 @@ from functools import reduce
 from typing import Any
 
 from pipeline.config.dump import flat
-from pipeline.config.layers import merge, nested, recipe_layer, validate
+from pipeline.config.layers import load, merge, nested, validate
+from pipeline.config.optimizer import MuonSpec
 from pipeline.config.parts import Dtype, MoE
 from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.errors import ConfigError
@@ -105,12 +106,18 @@ def _loss_chunk(vocab: int, *, gpu: bool) -> int:
     return max(64, min(2048, 2**21 // vocab))
 
 
-def rate_and_batch(n: float, tokens: float, recipe: str) -> tuple[float, int]:
+def rate_and_batch(
+    n: float, tokens: float, recipe: str, arch: str | None = None
+) -> tuple[float, int]:
     """Return the peak rate and the batch in tokens for a run of about n parameters, whose shape is
     not known. With a shape, AdamW's rules use the parameters without embeddings instead."""
-    muon = recipe_layer([{"recipe": recipe}])["optim"]["optimizer"]["kind"] == "muon"
-    lr = rates.muon_lr(tokens) if muon else rates.adamw_lr(n, tokens / n)
-    batch = rates.muon_batch(tokens) if muon else rates.adamw_batch(n)
+    like = load(size="tiny", arch=arch, sets=[f"recipe={recipe}"])
+    if isinstance(like.optim.optimizer, MuonSpec):
+        lr = rates.muon_lr(tokens, normalized=rates.normalizes(like.model))
+        batch = rates.muon_batch(tokens)
+    else:
+        lr = rates.adamw_lr(n, tokens / n)
+        batch = rates.adamw_batch(n)
     return lr, 2048 * _whole_rows(batch / 2048)  # rows of the most common length
 
 

@@ -111,7 +111,9 @@ def read_columns(
         # An empty cell might mean "as usual" or "unknown"; a guess would bias the law.
         if empty:
             text = f"{path}:{empty[0]}: {key}= is empty here and filled in other rows"
-            raise DataError(f"{text}; fill every empty cell ({len(empty)}), or remove the column")
+            raise DataError(
+                f"{text}; fill all empty cells (here {len(empty)}), or remove the column"
+            )
     return {key: _column(path, rows, key) for key in (*required, *present)}
 
 

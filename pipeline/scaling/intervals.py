@@ -15,7 +15,7 @@ from pipeline.units import count
 # The exponents of all laws, each with the variable that it belongs to.
 EXPONENT_OF = {"alpha": "N", "beta": "D", "g": "C", "alpha_N": "N", "alpha_D": "D"}
 STEEPEST = 2.0  # published exponents are below 1
-SINGULAR = 1e10  # condition of a fit whose parameters can compensate for each other
+SINGULAR = 1e10  # condition number above which parameters compensate for each other
 
 
 def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> Array:

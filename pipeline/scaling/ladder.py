@@ -2,13 +2,13 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.dump import differences, idle
-from pipeline.config.layers import RECIPE, as_sets, load, parse_set, refuse_idle, reload
+from pipeline.config.layers import RECIPE, as_sets, load, names, parse_set, refuse_idle, reload
 from pipeline.config.schema import RunConfig
 from pipeline.data.shards import Manifest
 from pipeline.errors import ConfigError, DataError
@@ -17,6 +17,7 @@ from pipeline.planner.count import params
 from pipeline.planner.work import training_flops
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
+from pipeline.scaling.points import Points
 from pipeline.units import count
 
 # Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
@@ -41,6 +42,11 @@ class Ladder:
     out: str | None = None  # how the --out of a further run begins, so that `launch score` finds it
     experiment: str | None = None  # the name given with --experiment
 
+    @property
+    def named_arch(self) -> str | None:
+        """The architecture, if it is one of ours; a CSV file may name any."""
+        return self.arch if self.arch in names("arch") else None
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -54,6 +60,15 @@ class Recipe:
     batch_tokens: int
     steps: int
     command: str | None = None
+
+
+def ladder_of_table(points: Points) -> Ladder:
+    """Return what the columns of a CSV file say about the recipe of its runs."""
+    unknown = Ladder(vocab=points.vocab, arch=points.arch)
+    recipe = points.kinds.get("recipe")
+    if recipe in names("recipe"):
+        return replace(unknown, recipe=recipe, settings={"recipe": recipe})
+    return replace(unknown, recipe=load(size="tiny", arch=unknown.named_arch).recipe)
 
 
 def ladder_of(runs: Sequence[Run]) -> Ladder:

@@ -58,7 +58,7 @@ class Points:
     accuracy: Array | None = None
     vocab: int | None = None  # a loss above its logarithm is worse than guessing
     arch: str | None = None
-    kinds: Record = field(default_factory=dict)  # what is known of ONE_KIND; targets have to agree
+    kinds: Record = field(default_factory=dict)  # known values of ONE_KIND; targets have to agree
     dropped: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
 
@@ -88,7 +88,7 @@ class Points:
         if number <= 0:
             return self
         if number >= len(self) > 0:
-            raise DataError(f"drop_highest={number} leaves none of {len(self)} points; give fewer")
+            raise DataError(f"drop_highest={number} leaves none of {len(self)} points; lower it")
         order = np.argsort(self.loss)
         gone = tuple(
             f"{self.run[i]}: among the {number} largest losses ({self.loss[i]:.4g})"
@@ -155,16 +155,14 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     _refuse_mixed(rows, f"{path}: ")
     found: dict[str, Any] = {**read_columns(path, rows, required)}
     vocab = rows[0].get("vocab") or ""
-    digits = vocab.replace(",", "").replace(" ", "")
-    if parse_count(vocab) or (digits != vocab and digits.isdigit()):
-        raise DataError(f"{path}: vocab={vocab} is not a number; write all digits, such as 32768")
+    check_vocab(str(path), vocab)
     size = float(vocab) if is_number(vocab) else None  # tables may have 4096 as 4096.0
     if size is not None and not _is_digest(vocab):
         if not 2 <= size < np.inf:  # also NaN
             raise DataError(f"{path}: vocab={vocab} is not a vocabulary; give its number of tokens")
         found["vocab"] = int(size)
     found["arch"] = rows[0].get("arch") or None
-    found["kinds"] = kinds_of(rows)
+    found["kinds"] = kinds_of(rows, scored=task is not None)
     convention = rows[0].get("convention")
     if not convention:
         convention = "N, D and C as the file gives them" if "C" in found else SIX_ND
@@ -173,7 +171,8 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     if task is not None:
         found["accuracy"] = found.pop("task_accuracy")
     run = tuple(row.get("run") or f"row {row[LINE]}" for row in rows)
-    return clean(Points(run=run, convention=convention, warnings=_unread_columns(rows), **found))
+    warnings = (*_unread_columns(rows), *_curve_warnings(run, found["N"], found["D"]))
+    return clean(Points(run=run, convention=convention, warnings=warnings, **found))
 
 
 def _refuse_mixed(records: Sequence[Record], where: str = "", more: str = "") -> None:
@@ -191,13 +190,24 @@ def _is_digest(vocab: str) -> bool:
     return not is_number(vocab) or LONGEST_VOCAB <= float(vocab) < np.inf
 
 
-def kinds_of(records: Sequence[Record]) -> Record:
-    """Return what is known of the architecture, tokenizer, … of runs or rows."""
+def check_vocab(where: str, vocab: str) -> None:
+    """Refuse a rounded or separated number, which would pass for a tokenizer's digest."""
+    digits = vocab.replace(",", "").replace(" ", "")
+    if parse_count(vocab) or (digits != vocab and digits.isdigit()):
+        raise DataError(f"{where}: vocab={vocab} is not a number; write all digits, such as 32768")
+
+
+def kinds_of(records: Sequence[Record], *, scored: bool = False) -> Record:
+    """Return the known values of ONE_KIND, joined by commas. A digest in `vocab` is a tokenizer.
+    The bits per byte of a task, `scored`, do not depend on either."""
     found = {key: {str(row[key]) for row in records if row.get(key)} for key in ONE_KIND}
     digests = set(filter(_is_digest, found["vocab"]))
     found["tokenizer"] |= digests
-    found["vocab"] = {f"{float(size):.0f}" for size in found["vocab"] - digests}  # 4096 as 4096.0
-    return {key: ", ".join(sorted(kinds)) for key, kinds in found.items() if kinds}
+    # A table may write 4096 as 4096.0.
+    found["vocab"] = {f"{float(size):.0f}" for size in found["vocab"] - digests}
+    if scored:
+        found["vocab"] = found["tokenizer"] = set()
+    return {key: listed(sorted(kinds)) for key, kinds in found.items() if kinds}
 
 
 ACCURACY = "/accuracy"
@@ -243,7 +253,7 @@ def scored_runs(runs: Sequence[Run], task: str) -> list[Run]:
 def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
     """Warn about columns that are not read but have a name like one that is, or divide the rows."""
     known = {*OPTIONAL, *ONE_KIND, "run"}
-    warnings = unread_columns(rows, known | set(FIGURES)) + _curve_warnings(rows)
+    warnings = unread_columns(rows, known | set(FIGURES))
     for name in rows[0].keys() - known - set(FIGURES):
         kinds = {row[name] for row in rows}
         # Words that several rows share name groups of runs; numbers may be settings of each run.
@@ -256,18 +266,18 @@ def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _curve_warnings(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Warn about rows of one run and size with several lengths: losses from before its decay."""
-    lengths: dict[tuple[str, str], set[str]] = {}
-    for row in rows:
-        lengths.setdefault((row.get("run") or row[LINE], row["N"]), set()).add(row["D"])
-    (name, _), longest = max(lengths.items(), key=lambda item: len(item[1]))
-    if len(longest) < 2:
+def _curve_warnings(run: Sequence[str], N: Array, D: Array) -> list[str]:
+    """Warn if one run and size has several lengths: losses from before its rate decayed."""
+    lengths: dict[tuple[str, float], set[float]] = {}
+    for name, size, length in zip(run, N, D, strict=True):
+        lengths.setdefault((name, size), set()).add(length)
+    (name, _), most = max(lengths.items(), key=lambda item: len(item[1]))
+    if len(most) < 2:
         return []
     return [
-        f"run={name} has losses at {len(longest)} lengths: if they are of one training, keep the "
-        f"last, because the others lie above those of runs that end there (only --law envelope is "
-        f"for such curves). Otherwise give every run its own name."
+        f"run={name} has losses at {len(most)} lengths. If they come from one training run, only "
+        f"--law envelope uses them as they are; for other laws keep the last, because the rate had "
+        f"not decayed at the others. Otherwise give every run its own name."
     ]
 
 
@@ -316,7 +326,8 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             convention=str(records[0]["convention"]),
             vocab=int(vocab) if vocab and not scored else None,
             arch=records[0].get("arch"),
-            kinds=kinds_of(records),
+            # A causal run does not name its objective.
+            kinds=kinds_of([{"objective": "causal", **one} for one in records], scored=scored),
             accuracy=figures("task_accuracy") if scored else None,
             dropped=(*dropped, *damaged),
             warnings=(*_roughly_comparable(records), *damaged),

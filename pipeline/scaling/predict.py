@@ -22,7 +22,7 @@ from pipeline.scaling.csv_table import (
 )
 from pipeline.scaling.frontier import UnitFlops, at
 from pipeline.scaling.ladder import Ladder, Recipe
-from pipeline.scaling.points import ONE_KIND, Array, Points, kinds_of
+from pipeline.scaling.points import ONE_KIND, Array, Points, check_vocab, kinds_of
 from pipeline.scaling.quality import MIXED_COUNTS
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
@@ -70,6 +70,8 @@ def read_targets(path: Path) -> dict[str, Any]:
                 f"targets={path}:{wrong[0][LINE]}: {named} must be a number above zero and below "
                 f"{MOST:g}, such as 1e9"
             )
+    for row in rows:
+        check_vocab(f"targets={path}:{row[LINE]}", row.get("vocab") or "")
     found["kinds"] = kinds_of(rows)
     found["run"] = tuple(row.get("run") or "" for row in rows)
     found["warnings"] = tuple(unread_columns(rows, ("N", "D", *OPTIONAL, *ONE_KIND)))
@@ -150,9 +152,11 @@ def cautions(
             f"{far:.3g}× the compute of the largest run: laws have held over 300× at most, "
             f"for a ladder that was designed for it."
         )
-    # Three valleys determine only a straight line.
     if study.fit.law.name in NO_FLOOR and far > 1:
-        found.append(f"law={study.name} has no floor E: beyond the runs it is too optimistic.")
+        cause = "" if study.minima is None else " from three valleys"
+        found.append(
+            f"law={study.name}{cause} has no floor E: beyond the runs it is too optimistic."
+        )
     if study.minima is None and study.fit.points.unique is None:
         # Minima are no runs, and a run on repeated data can have the N and D of another.
         found += _trained(study.fit.points, made)
@@ -291,12 +295,12 @@ def _misfits(study: Study, targets: Points) -> list[str]:
     each = targets.C / (targets.N * targets.D) / UnitFlops.of(points).each(targets.N)
     if ((each > MIXED_COUNTS) | (each < 1 / MIXED_COUNTS)).any():
         found.append("C / (N·D) of the targets differs from that of the points: check their C.")
-    for key, remedy in ONE_KIND.items():
-        fitted, asked = (one.kinds.get(key) for one in (points, targets))
+    for key in ONE_KIND:
+        fitted = points.kinds.get(key)
+        asked = targets.kinds.get(key)
         if None not in (fitted, asked) and asked != fitted:
-            found.append(
-                f"The targets have {key}={asked}, the fitted runs {key}={fitted}: {remedy}."
-            )
+            text = f"The targets have {key}={asked}, but the fitted runs have {key}={fitted}"
+            found.append(f"{text}: their law does not describe the targets.")
     for key, law in (("experts", "moe"), ("unique", "data-constrained")):
         if getattr(targets, key) is not None and study.name != law:
             found.append(
@@ -309,7 +313,7 @@ def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
     """Return the recipe for a run that has none of our sizes; None for a law of compute alone."""
     if not (math.isfinite(made.N) and math.isfinite(made.D)):
         return None
-    lr, batch_tokens = rate_and_batch(made.N, made.D, ladder.recipe)
+    lr, batch_tokens = rate_and_batch(made.N, made.D, ladder.recipe, ladder.named_arch)
     # A rate or batch that all runs of the ladder share is part of its recipe.
     lr = float(ladder.settings.get("optim.lr", lr))
     batch_tokens = int(ladder.settings.get("train.batch_tokens", batch_tokens))

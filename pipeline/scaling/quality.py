@@ -144,7 +144,7 @@ def fit_warnings(found: Goodness | None) -> list[str]:
         )
     more = len(found.outliers) - NAMED
     if more > 0:
-        warnings.append(f"{more} more outlier{'s' * (more > 1)}: one law may not describe all.")
+        warnings.append(f"{more} more outlier{'s' * (more > 1)}: one law may not fit all runs.")
     if found.r2 < EXPLAINED:
         warnings.append(
             f"The law explains only {max(found.r2, 0):.0%} of the variance of the loss (R²; a "

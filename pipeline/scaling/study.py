@@ -37,8 +37,9 @@ NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 MOST_RESAMPLED = 20_000
 RESAMPLES = 1000  # of `launch fit`, of the page and of a sweep, so that their intervals are equal
 LESS_CERTAIN = 2.0  # times the error of N* that larger weights for larger runs may cause
-# Draws with a negative exponent have no optimum. With fewer others, the intervals are unknown.
-MOST_HAVE_OPTIMA = 0.5
+# Least share of draws with an optimum, which needs positive exponents; below it, intervals of N*,
+# D*, a and b are unknown.
+LEAST_WITH_OPTIMUM = 0.5
 VALLEYS_DIFFER = 0.1  # difference in log N* above which a warning compares law and valleys
 
 # We report a bad fit ourselves, so numpy's warnings are off.
@@ -76,8 +77,10 @@ class Study:
         """Natural parameters of the law, from the bootstrap or else from the scatter."""
         if self.draws is not None or not np.isfinite(self.scatter.covariance).all():
             return self.draws
-        if self.scatter.condition > intervals.SINGULAR:  # its draws lie on a line, and mean nothing
-            return None
+        if self.scatter.condition > intervals.SINGULAR:
+            return (
+                None  # the points do not determine some direction, so draws along it mean nothing
+            )
         rng = np.random.default_rng(0)
         # Where the points are mostly noise, rounding gives the covariance a negative eigenvalue.
         spread = self.scatter.covariance
@@ -91,10 +94,12 @@ class Study:
         terms = None if drawn is None else frontier.terms_of(self.fit.law, drawn, np.ones(1))
         if drawn is None or terms is None:
             return None
-        if np.mean(terms[:, [1, 3]].min(axis=1) > 0) < MOST_HAVE_OPTIMA:
+        has_optimum = terms[:, [1, 3]].min(axis=1) > 0
+        if has_optimum.mean() < LEAST_WITH_OPTIMUM:
             return None
         a_b = frontier.exponents(self.fit.law, drawn)
         assert a_b is not None
+        a_b[~has_optimum] = np.nan
         unit_flops = frontier.UnitFlops.of(self.fit.points)
         log_c = np.log(C)
         splits = [frontier.best_split(terms, np.full(len(terms), one), unit_flops) for one in log_c]

@@ -152,8 +152,8 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
         both = f"--size {request.size} and --init {request.init}"
         raise ConfigError(f"{both} both give a model; remove one of them")
     if request.size is None and request.arch is not None:
-        text = f"--arch {request.arch} has no effect without --size"
-        raise ConfigError(f"{text}; remove it, or give the --size of a new run")
+        new = "" if request.init else ", or give the --size of a new run"
+        raise ConfigError(f"--arch {request.arch} has no effect without --size; remove it{new}")
     if request.size is None and request.init is None:
         return _continue(request, devices)
     if request.data is None:

@@ -119,7 +119,9 @@ def test_continuing_something_else(begun, corpus, tmp_path):
     again = ("pretrain", "--resume", "--out", begun, "--no-track")
     assert "optim.lr was" in refused(*again, "--set", "optim.lr=0.5")
     assert "nonsense" in refused(*again, "--set", "nonsense=1")
-    assert "--arch moe has no effect without --size" in refused(*again, "--arch", "moe")
+    no_size = "--arch moe has no effect without --size; remove it"
+    assert f"{no_size}, or" in refused(*again, "--arch", "moe")
+    assert refused(*again[:1], "--init", begun, "--arch", "moe").strip().endswith(no_size)
 
     config = begun / "config.toml"
     config.write_text(before[config].decode().replace("version = 1", "version = 99"))

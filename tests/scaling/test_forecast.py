@@ -311,8 +311,21 @@ def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
     by_numbers = json.loads(launch(source, place, "--json"))
     assert by_numbers["loss"] == pytest.approx(by_flops["loss"])
     assert "recipe muon:" in launch(source, "--flops 1e22")
+    rates = {}
+    for column, value in (("arch", "dense"), ("arch", "mla"), ("recipe", "adamw")):
+        first, *rest = (tmp_path / "p.csv").read_text().splitlines()
+        lines = [f"{first},{column}", *(f"{line},{value}" for line in rest)]
+        (tmp_path / "named.csv").write_text("\n".join(lines))
+        for target in ("--flops 1e22", "--size 1b"):
+            text = launch(f"forecast --points {tmp_path}/named.csv --json", target)
+            recipe = json.loads(text)["recipe"]
+            assert recipe["name"] == ("adamw" if value == "adamw" else "muon")
+            rates[value, target] = recipe["lr"]
+    assert rates["mla", "--flops 1e22"] == pytest.approx(
+        rates["dense", "--flops 1e22"] / 2, rel=0.01
+    )
     assert "training along the fitted runs" in launch(source, "--law compute --target-loss 2.5")
-    assert "No token repeats; with new" in launch(source, "--target-loss 2.5 --unique 1e15")
+    assert "No token repeats." in launch(source, "--target-loss 2.5 --unique 1e15")
 
 
 def test_arguments_are_checked_before_anything_is_fitted(
@@ -321,6 +334,7 @@ def test_arguments_are_checked_before_anything_is_fitted(
     source = f"forecast --points {write(tmp_path / 'p.csv', drawn(0.001, 0))}"
     (tmp_path / "text.csv").write_text("N,D\n1e9,no\n")
     (tmp_path / "gap.csv").write_text("N,D,C\n1e9,2e10,\n1e9,2e10,1e20\n")
+    (tmp_path / "short.csv").write_text("N,D,vocab\n1e9,2e10,32k\n")
     (tmp_path / "wide.csv").write_text("N,D\n1e9,2e10\n", encoding="utf-16")
     monkeypatch.setattr("pipeline.scaling.study.study", None)  # so that any fit raises a TypeError
     for wrong, key in {
@@ -333,8 +347,9 @@ def test_arguments_are_checked_before_anything_is_fitted(
         "--flops 1e45": "flops=1e\\+45 must be a number above zero and below",
         "--size 1c": "size=",
         f"--targets {tmp_path}/text.csv": "D=",
-        f"--targets {tmp_path}/gap.csv": r"C= .* every empty cell \(1\)",
+        f"--targets {tmp_path}/gap.csv": r"C= .* all empty cells \(here 1\)",
         f"--targets {tmp_path}/wide.csv": "save it as CSV in UTF-8",
+        f"--targets {tmp_path}/short.csv": "vocab=32k is not a number",
         "--flops 1e22 --drop-highest 99": "drop_highest=99 leaves none",
         "--flops 1e22 --cluster nowhere": "cluster=",
     }.items():

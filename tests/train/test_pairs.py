@@ -99,7 +99,8 @@ def test_it_translates_what_it_has_not_seen_in_every_direction(
     [
         (("--to", "fr"), "choose from plain, back, copy"),
         (("--to", "back"), "--from is missing; choose from plain, copy"),
-        (("--from", "copy", "--to", "copy"), "--from copy is not possible in this run"),
+        (("--from", "copy", "--to", "copy"), "is also the other language; choose from plain, back"),
+        (("--from", "copy"), "--to is missing; choose from plain, back"),
         (("--prompt", "x"), "give it as --source"),
     ],
 )
