@@ -16,14 +16,14 @@ import networkx
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 38_265  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
+LINES = 38_281  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
 FILES = 174  # the goal is 115 for what 0.1.0 had
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 LONGEST_LINE = 100
 PACKED_PER_1000_LINES = 4.0
 COMMENT_SHARE = 0.07
-TEST_LINES = 20_666  # the goal is 9,000
+TEST_LINES = 20_668  # the goal is 9,000
 
 
 def sources(*folders: str) -> list[Path]:

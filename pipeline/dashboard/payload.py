@@ -31,7 +31,7 @@ MAX_EVENTS = 500
 MAX_LOADS = 64  # columns of the heat map of expert loads
 MAX_HASHES = 512
 MAX_CHARACTERS = 200  # of any text: a name of a megabyte would stop the browser
-RECENT_STEPS = 20  # the current speed is the median of this many records
+RECENT_STEPS = 20  # current figures are medians over this many steps
 ROUTINE_EVENTS = {"start", "save", "finish", "warning"}  # not worth a mark in the charts
 
 
@@ -221,8 +221,10 @@ class RunLog:
         return {"step": [step for step, _ in chosen], "hash": [value for _, value in chosen]}
 
     def recent(self, key: str) -> float | None:
-        values = [v for v in self.steps.column(key)[-RECENT_STEPS:] if np.isfinite(v)]
-        return float(np.median(values)) if values else None
+        step = self.steps.column("step")  # not every step is logged
+        recent = self.steps.column(key)[step > step.max(initial=0) - RECENT_STEPS]
+        values = recent[np.isfinite(recent)]
+        return float(np.median(values)) if len(values) else None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,14 @@ SEARCH_DRAWS = 3  # for a ladder that may be rejected
 MOST_TRIED = 6  # ladders that are simulated before giving up; each takes seconds
 # Lengths of a ladder, in tokens per parameter. Fewer than two do not separate N and D, and lengths
 # within a factor of four hardly do.
-LENGTHS = ((5.0, 20.0), (10.0, 40.0), (5.0, 20.0, 80.0), (5.0, 10.0, 20.0, 40.0, 80.0))
+LENGTHS = (
+    (5.0, 20.0),
+    (10.0, 40.0),
+    (2.5, 5.0, 10.0, 20.0),
+    (5.0, 10.0, 20.0, 40.0),
+    (5.0, 20.0, 80.0),
+    (5.0, 10.0, 20.0, 40.0, 80.0),
+)
 FEWEST_SIZES = 3
 MOST_SIZES = 7
 SPREAD = 30.0  # smallest allowed ratio of compute between the largest and the smallest run
@@ -191,27 +198,34 @@ def cheapest(
         text = f"target_size={target.name} on {count(target.D)} tokens leaves no ladder"
         text += f" of {FEWEST_SIZES} smaller sizes with at most a third of its compute"
         raise ConfigError(f"{text}; choose a larger target")
-    factor = 1.0  # simulated width over rough width, updated by every simulation
-    narrowest: Width | None = None
-    for _ in range(MOST_TRIED):
-        left = [o for o in options if factor * rough_width(o[1], target, noise) <= wanted]
-        if not left:
+    rough = {id(runs): rough_width(runs, target, noise) for _, runs in options}
+    ratios: list[float] = []  # of simulated to rough widths
+    narrowest = float("inf")
+    best: tuple[Sweep, list[Planned], Width] | None = None
+    for tried in range(MOST_TRIED):
+        # Expect a little more with every try, so that the search does not stay among near misses.
+        factor = float(np.median(ratios or [1.0])) * 1.05**tried
+        fitting = [at for at, (_, runs) in enumerate(options) if factor * rough[id(runs)] <= wanted]
+        if not options or (best is not None and not fitting):
             break
-        chosen, runs = left[0]
+        # If none is expected to be precise enough, the most precise one decides.
+        at = min(fitting, default=int(np.argmin([rough[id(runs)] for _, runs in options])))
+        chosen, runs = options[at]
         found = width(runs, target, noise, SEARCH_DRAWS, show)
         if found.median <= wanted:
             found = width(runs, target, noise, DRAWS, show)
+        ratios.append(found.median / rough[id(runs)])
+        narrowest = min(narrowest, found.median)
         if found.median <= wanted:
-            return chosen, runs, found
-        if narrowest is None or found.median < narrowest.median:
-            narrowest = found
-        factor = max(factor * 1.05, found.median / rough_width(runs, target, noise))
-        options = left[1:]
-    rough = [rough_width(runs, target, noise) for _, runs in options]
-    reached = narrowest.median if narrowest else min(rough)
+            best = (chosen, runs, found)
+            options = options[:at]  # only cheaper ones
+        else:
+            del options[at]
+    if best is not None:
+        return best
     raise ConfigError(
         f"width={wanted:.3g}: no ladder below {target.name} ({power(target.C)} FLOPs) is that "
-        f"precise; the narrowest tried is ± {reached:.1%}. Give a larger --width or a smaller "
+        f"precise; the narrowest tried is ± {narrowest:.1%}. Give a larger --width or a smaller "
         f"--target-size"
     )
 

@@ -106,7 +106,7 @@ def read(name: str | Path) -> Sweep:
     """Read a sweep file, or a shipped sweep by its name, such as `ladder`."""
     path = Path(name)
     folder = CONFIGS / "scaling"
-    if path.name == str(name) and path.suffix != ".toml" and not path.exists():
+    if path.name == str(name) and path.suffix != ".toml" and not path.is_file():
         path = folder / f"{name}.toml"
         if not path.exists():
             shipped = [p.stem for p in sorted(folder.glob("*.toml")) if "kind" in read_toml(p)]

@@ -86,7 +86,7 @@ def test_the_vocabulary_has_space_for_special_ids() -> None:
         (["objective.kind=mask"], "objective", "'masked'"),
         (["objective=masked"], "objective", "kind"),
         (["model={stack='encoder-decoder',seq=1}", "objective.kind=denoise"], "seq=1", "least 2"),
-        (["model.source_seq=64"], "source_seq=64", "remove one"),
+        (["model.source_seq=64"], "source_seq=64", "remove source_seq"),
     ],
 )
 def test_unsupported_objectives_are_one_line_errors(sets: list[str], key: str, remedy: str) -> None:

@@ -68,7 +68,8 @@ def test_the_cheapest_ladder_is_proposed(
     """The search itself, with the rough width in the place of the slow simulation."""
 
     def rough(runs, target, noise, *_, show=None):
-        half = 1.2 * design.rough_width(runs, target, noise)
+        # Some ladders of few runs are three times as wide as estimated.
+        half = (3 if len(runs) < 8 else 1.2) * design.rough_width(runs, target, noise)
         return design.Width(half, half, half / 3, 1, 1, target.C / max(run.C for run in runs))
 
     monkeypatch.setattr(design, "width", rough)
@@ -83,6 +84,7 @@ def test_the_cheapest_ladder_is_proposed(
         assert {run["name"] for run in found["runs"]} == {run.name for run in plan(read(file))}
     assert found["width"]["median"] <= 0.03 and costs[0] < costs[1]
     assert "interval ±" in launch("sweep plan --target-size 1b --width 6%")
+    assert len(json.loads(launch("sweep plan --json --target-size 1m --width 3%"))["runs"]) == 12
     # The target has 20 tokens per parameter, or the tokens that the user gives.
     for options, tokens in {"": 9.68e8, "--target-tokens 4e8": 4e8}.items():
         found = json.loads(launch("sweep plan gpu --json --target-size 30m", options))
