@@ -208,7 +208,7 @@ def cheapest(
         fitting = [at for at, (_, runs) in enumerate(options) if factor * rough[id(runs)] <= wanted]
         if not options or (best is not None and not fitting):
             break
-        # If none is expected to be precise enough, the most precise one decides.
+        # If no estimate is narrow enough, simulate the ladder with the narrowest estimate.
         at = min(fitting, default=int(np.argmin([rough[id(runs)] for _, runs in options])))
         chosen, runs = options[at]
         found = width(runs, target, noise, SEARCH_DRAWS, show)
